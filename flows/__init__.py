@@ -1,0 +1,1 @@
+"""The flows: which stage runs in which order. No other logic."""

@@ -1,0 +1,71 @@
+"""The work directory: where everything that runs make lives, and what is remembered about files."""
+
+import os
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.durable import explained, hash_file
+
+
+@dataclass(frozen=True)
+class Home:
+    """The work directory, as an absolute path, so that it means the same in every process."""
+
+    path: Path
+
+    @classmethod
+    def locate(cls) -> "Home":
+        """`FORGELINE_HOME`, or `.forgeline` where the user stands; created if need be.
+
+        Raises:
+            MachineError: it cannot be written.
+        """
+        path = Path(os.environ.get("FORGELINE_HOME") or ".forgeline").absolute()
+        with explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / f".writable.{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        return cls(path)
+
+    @property
+    def tracking_uri(self) -> str:
+        """`MLFLOW_TRACKING_URI`, or the SQLite store in the work directory."""
+        return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.path / 'mlflow.db'}"
+
+    def directory(self, kind: str, name: str) -> Path:
+        """The place of an output, `HOME/<kind>/<name>`; its parent exists."""
+        with explained(self.path / kind):
+            (self.path / kind).mkdir(exist_ok=True)
+        return self.path / kind / name
+
+    def lock(self, kind: str, name: str) -> Path:
+        """The lock file of an output."""
+        return self.directory("locks", f"{kind}-{name}")
+
+    def hashes(self) -> "FileHashes":
+        """What is remembered about files that were read before."""
+        return FileHashes(self.path / "file-hashes.sqlite")
+
+
+class FileHashes:
+    """Content hashes remembered by path, size, modification time and inode: an unchanged file is not read again."""
+
+    def __init__(self, database: Path) -> None:
+        with explained(database):
+            self._connection = sqlite3.connect(database, timeout=60, isolation_level=None)
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = OFF")  # losing it costs a second reading, nothing else
+        self._connection.execute("CREATE TABLE IF NOT EXISTS hashes (path PRIMARY KEY, state, sha256)")
+
+    def __call__(self, path: Path) -> str:
+        """SHA-256 of the file's content."""
+        status = path.stat()
+        state = f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
+        row = self._connection.execute("SELECT state, sha256 FROM hashes WHERE path = ?", (str(path),)).fetchone()
+        if row and row[0] == state:
+            return row[1]
+        digest = hash_file(path)
+        self._connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", (str(path), state, digest))
+        return digest

@@ -1,0 +1,180 @@
+"""The plan stage: checks everything that can be checked before compute is spent, and says what it will cost."""
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from pydantic import BaseModel, ConfigDict
+
+from tasks.home import Home
+from tasks.sources import SourceFile, resolve
+from tasks.tokenize import DataConfig, sources_fingerprint
+from tasks.tokenizer import TokenizerConfig
+from tasks.train import planned_steps
+from trainer.config import ModelConfig, TrainConfig
+from trainer.durable import write_json
+from trainer.errors import ConfigError, MachineError
+from trainer.settings import fingerprint
+
+FORMAT_VERSION = 1
+_BYTES_A_TOKEN = 3.5
+"""Rough bytes of text a token, to estimate tokens before there are any."""
+_UTILISATION = 0.3
+"""Share of the matrix-product rate that training is assumed to reach."""
+
+
+class Plan(BaseModel):
+    """What a run will do and need."""
+
+    model_config = ConfigDict(frozen=True)
+
+    files: list[SourceFile]
+    validation_files: list[SourceFile]
+    sources: str
+    """Fingerprint of the raw text."""
+    facts: dict[str, Any]
+    """text_bytes, steps and tokens (None while they depend on the shards), parameters,
+    memory_bytes_a_rank, memory_bytes_available, disk_bytes_needed, disk_bytes_free, seconds_expected."""
+
+
+def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -> Plan:
+    """Check sources, batch, model, memory and disk.
+
+    Raises:
+        UserError: what is wrong, with its key.
+    """
+    files = resolve(home, data.sources, "data.sources")
+    validation_files = resolve(home, data.validation_sources, "data.validation_sources")
+    if train.launcher == "torchrun" and train.precision == "fp16":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("train.precision: fp16 needs an accelerator; use fp32, bf16 or auto on CPUs")
+    text_bytes = sum(file.size for file in files + validation_files)
+    tokens_in_text = text_bytes / (1 if data.tokenizer.type in ("byte", "char") else _BYTES_A_TOKEN)
+    exact = train.epochs is None
+    steps = planned_steps(train, data.sequence_length, int(tokens_in_text / data.sequence_length))
+    tokens = steps * train.global_batch * data.sequence_length
+    facts = {
+        "source_files": len(files),
+        "text_bytes": text_bytes,
+        "steps": steps if exact else None,
+        "tokens": tokens if exact else None,
+        **_model_facts(home, data, model, train),
+    }
+    memory = facts["memory_bytes_a_rank"] * train.ranks
+    facts["memory_bytes_available"] = _memory_available(train.ranks)
+    if memory > facts["memory_bytes_available"]:
+        raise ConfigError(
+            f"train: weights, gradients and optimizer need {memory / 2**30:.1f} GiB on {train.ranks} ranks, and "
+            f"{facts['memory_bytes_available'] / 2**30:.1f} GiB are there. Raise train.zero_stage or train.ranks, "
+            "or shrink the model."
+        )
+    facts["disk_bytes_needed"] = int(tokens_in_text * 4 + facts["parameters"] * (16 * (train.checkpoint.keep + 1) + 4))
+    facts["disk_bytes_free"] = shutil.disk_usage(home.path).free
+    if facts["disk_bytes_needed"] > facts["disk_bytes_free"]:
+        raise MachineError(
+            f"{home.path}: shards and checkpoints need about {facts['disk_bytes_needed'] / 2**30:.1f} GiB and "
+            f"{facts['disk_bytes_free'] / 2**30:.1f} GiB are free. Free space, set FORGELINE_HOME, "
+            "or lower train.checkpoint.keep."
+        )
+    facts["seconds_expected"] = 6 * facts["parameters"] * tokens / facts["flops_a_second"]
+    return Plan(files=files, validation_files=validation_files, sources=sources_fingerprint(files), facts=facts)
+
+
+def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
+    """Size and speed of the model, remembered, because finding out means importing torch."""
+    if model.pretrained and Path(model.pretrained).is_dir():
+        origin = (
+            (Path(model.pretrained) / "config.json").read_text()
+            if (Path(model.pretrained) / "config.json").is_file()
+            else ""
+        )
+    else:
+        origin = model.pretrained or ""
+    name = fingerprint(
+        "plan",
+        FORMAT_VERSION,
+        model=model.identity(),
+        origin=origin,
+        tokenizer=data.tokenizer.identity(),
+        sequence_length=data.sequence_length,
+        zero_stage=train.zero_stage,
+        ranks=train.ranks,
+    )
+    file = home.directory("plans", f"{name}.json")
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        pass
+    from trainer.model import count_parameters, model_configuration
+
+    parameters = count_parameters(model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length))
+    facts = {
+        "parameters": parameters,
+        "memory_bytes_a_rank": memory_a_rank(parameters, train.zero_stage, train.ranks),
+        "flops_a_second": _matrix_product_rate() * _UTILISATION,
+    }
+    write_json(file, facts)
+    return facts
+
+
+def memory_a_rank(parameters: int, zero_stage: int, ranks: int) -> int:
+    """Bytes of weights, gradients and Adam's states on one rank, without activations.
+
+    4 + 4 + 8 bytes a parameter in fp32 (2 + 2 + 12 in mixed precision, the same sum), of which
+    ZeRO divides the optimizer's (stage 1), also the gradients (2), also the weights (3) by the
+    number of ranks (Rajbhandari et al. 2020, table 1).
+    """
+    weights, gradients, states = 4, 4, 8
+    states_a_rank = states / (ranks if zero_stage >= 1 else 1)
+    gradients_a_rank = gradients / (ranks if zero_stage >= 2 else 1)
+    weights_a_rank = weights / (ranks if zero_stage >= 3 else 1)
+    return math.ceil(parameters * (weights_a_rank + gradients_a_rank + states_a_rank))
+
+
+def _vocabulary_size(tokenizer: TokenizerConfig) -> int:
+    """The tokenizer's size where the configuration tells it; for char a guess that only affects estimates."""
+    if tokenizer.type == "pretrained":
+        from tasks.tokenizer import load_pretrained
+
+        return len(load_pretrained(tokenizer))
+    return {"bpe": tokenizer.vocabulary_size, "byte": 257, "char": 128}[tokenizer.type]
+
+
+def _matrix_product_rate() -> float:
+    """Floating-point operations a second of a matrix product on this device, measured in a few milliseconds."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if device == "cuda" else 1024
+    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    best = math.inf
+    for _ in range(6):
+        began = time.perf_counter()
+        (matrix @ matrix).sum().item()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def _memory_available(ranks: int) -> int:
+    """Memory that ``ranks`` processes on this host may use together: the accelerators', or the machine's."""
+    if shutil.which("nvidia-smi"):
+        import torch
+
+        if torch.cuda.is_available():
+            return sum(
+                torch.cuda.get_device_properties(n).total_memory for n in range(min(ranks, torch.cuda.device_count()))
+            )
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@task(name="plan", task_run_name="plan")
+def plan_task(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -> Plan:
+    """Check everything before compute is spent."""
+    return plan(home, data, model, train)

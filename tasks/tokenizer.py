@@ -1,0 +1,194 @@
+"""The tokenizer stage: trains a tokenizer on the sources, or takes one, and keeps it as transformers loads it."""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+from prefect import task
+from pydantic import model_validator
+
+from tasks.home import Home
+from tasks.progress import Progress, report
+from tasks.sources import Document, SourceFile, read_documents
+from tasks.stage import Reference, build_once, shown, timed
+from trainer.errors import ConfigError, DataError
+from trainer.settings import Settings, fingerprint
+
+logger = logging.getLogger("forgeline")
+
+FORMAT_VERSION = 1
+END_OF_TEXT = "<|endoftext|>"
+
+
+class TokenizerConfig(Settings):
+    """The tokenizer. A plain string is short for `type`, or for `path` where it is no type."""
+
+    type: Literal["bpe", "byte", "char", "pretrained"] = "bpe"
+    """bpe (byte-level, trained on the sources), byte, char (one id a character of the sources), or pretrained."""
+    vocabulary_size: Annotated[int, Ge(257)] = 8192
+    """Entries of a bpe vocabulary, the end-of-text token included."""
+    training_bytes: Annotated[int, Ge(1)] = 64 * 2**20
+    """Most bytes of text that a bpe vocabulary is trained on: documents drawn evenly by their hash."""
+    path: str | None = None
+    """A `tokenizer.json`, a directory, or a hub name, for pretrained."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"type": value} if value in ("bpe", "byte", "char") else {"type": "pretrained", "path": value}
+        return value
+
+    @model_validator(mode="after")
+    def _path_if_pretrained(self) -> "TokenizerConfig":
+        if (self.type == "pretrained") != (self.path is not None):
+            raise ValueError("path: set it for type: pretrained, and only then")
+        return self
+
+
+@timed
+def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Reference:
+    """Train or take the tokenizer; `HOME/tokenizers/<fingerprint>/` holds it for `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        ConfigError: the vocabulary is larger than the text supports, or a pretrained one cannot be used.
+    """
+    trained_on = [] if config.type in ("byte", "pretrained") else [file.identity() for file in files]
+    content = _pretrained_identity(config) if config.type == "pretrained" else config.identity()
+    if config.type != "bpe":
+        content = {key: value for key, value in content.items() if key not in ("vocabulary_size", "training_bytes")}
+    name = fingerprint("tokenizer", FORMAT_VERSION, config=content, text_field=text_field, files=trained_on)
+
+    def build(directory: Path) -> dict[str, Any]:
+        from transformers import PreTrainedTokenizerFast
+
+        if config.type == "pretrained":
+            tokenizer = load_pretrained(config)
+        else:
+            makers = {"bpe": _bpe, "byte": lambda *_: _byte(), "char": _char}
+            tokenizer = PreTrainedTokenizerFast(
+                tokenizer_object=makers[config.type](config, text_field, files),
+                eos_token=END_OF_TEXT,
+                clean_up_tokenization_spaces=False,
+            )
+        tokenizer.save_pretrained(directory)
+        return {"kind": "tokenizer", "fingerprint": name, "type": config.type, "vocabulary_size": len(tokenizer)}
+
+    path, cached = build_once(home, "tokenizers", name, build)
+    return Reference(path=path, fingerprint=name, cached=cached)
+
+
+def _documents(files: list[SourceFile], text_field: str, limit: int) -> Iterator[str]:
+    """The documents' texts, thinned out evenly by their hash to about ``limit`` bytes."""
+    share = min(1.0, limit / max(1, sum(file.size for file in files)))
+    taken = 0
+    for number, file in enumerate(files):
+        for item in read_documents(file, text_field):
+            if isinstance(item, Document) and text_share(item.text, "tokenizer") < share and taken < 2 * limit:
+                taken += len(item.text)
+                yield item.text
+        report(Progress("tokenizer", number + 1, len(files), "files"))
+
+
+def text_share(text: str, purpose: str) -> float:
+    """A number in [0, 1) that is always the same for the same text and purpose."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=purpose.encode()).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _bpe(config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_documents(files, text_field, config.training_bytes), trainer)
+    size = tokenizer.get_vocab_size()
+    if size < config.vocabulary_size:
+        raise ConfigError(
+            f"data.tokenizer.vocabulary_size: {config.vocabulary_size} is more than the text allows: it yields {size} "
+            f"entries. Set it to {size} or less, or add text."
+        )
+    return tokenizer
+
+
+def _byte() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _char(config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    symbols: set[str] = set()
+    for file in files:
+        for item in read_documents(file, text_field):
+            if isinstance(item, Document):
+                symbols.update(item.text)
+    if not symbols:
+        raise DataError("data.sources: no text to take characters from.")
+    tokenizer = Tokenizer(models.WordLevel({symbol: number for number, symbol in enumerate(sorted(symbols))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _pretrained_identity(config: TokenizerConfig) -> dict[str, Any]:
+    """The content of a tokenizer on disk; the name of one on the hub."""
+    path = Path(config.path or "")
+    if path.is_file():
+        return {"content": hashlib.sha256(path.read_bytes()).hexdigest()}
+    if path.is_dir():
+        names = [name for name in ("tokenizer.json", "tokenizer_config.json") if (path / name).is_file()]
+        return {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names}
+    return {"hub": config.path}
+
+
+def load_pretrained(config: TokenizerConfig) -> Any:
+    """The transformers tokenizer that a `pretrained` configuration names.
+
+    Raises:
+        ConfigError: it cannot be loaded, has no fast version, or no end-of-text token.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    assert config.path is not None
+    try:
+        if Path(config.path).is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=config.path)
+            known = [token for token in (END_OF_TEXT, "</s>", "<|end_of_text|>") if token in tokenizer.get_vocab()]
+            tokenizer.eos_token = known[0] if known else None
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(config.path)
+    except Exception as error:  # transformers, tokenizers and the hub raise many types
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"data.tokenizer.path: {config.path!r} cannot be loaded ({reason}).") from None
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"data.tokenizer.path: {config.path!r} has no tokenizer.json; convert it to a fast tokenizer."
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"data.tokenizer.path: {config.path!r} has no end-of-text token, which separates documents.")
+    return tokenizer
+
+
+@task(name="tokenizer", task_run_name="tokenizer-{config.type}")
+def tokenizer_task(home: Home, config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Reference:
+    """Train or take the tokenizer."""
+    return shown(build_tokenizer(home, config, text_field, files))

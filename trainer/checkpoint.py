@@ -1,0 +1,190 @@
+"""Checkpoints: the only module that writes, verifies, chooses, loads and removes them.
+
+A checkpoint `checkpoints/step-00001200/` is a sealed directory (see `trainer.durable`): the engine's
+files, each rank's random state, and in the manifest the step, the data position and the journal's
+length. It becomes visible by rename, and there is no pointer to a latest one that could be wrong.
+"""
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from trainer.config import TrainerInput
+from trainer.durable import discard, explained, faults, read_manifest, seal
+from trainer.engine import convert_to_universal, shards_optimizer
+from trainer.errors import DataError
+from trainer.tracking import read_tracking
+
+ENGINE = "engine"
+
+
+@dataclass
+class Progress:
+    """How far a run is: all that training needs besides the engine's own state."""
+
+    step: int = 0
+    """Completed steps."""
+    position: int = 0
+    """Sequences consumed by completed steps."""
+    seconds: float = 0.0
+    """Time spent in completed steps, over all attempts."""
+    loss_sum: float = 0.0
+    """Sum of the losses since the last journal record."""
+    loss_count: int = 0
+    """Steps since the last journal record."""
+    last_loss: float = 0.0
+    """The loss of the last journal record."""
+
+
+def checkpoint_directories(run_dir: Path) -> list[Path]:
+    """The run's checkpoints, newest first."""
+    return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+
+
+def find_newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose every byte is as recorded, and why each newer one was passed over."""
+    passed_over: list[str] = []
+    for directory in checkpoint_directories(run_dir):
+        found = faults(directory)
+        if not found:
+            return directory, passed_over
+        passed_over.append(f"{directory.name}: {found[0]}")
+    return None, passed_over
+
+
+def save(engine: Any, settings: TrainerInput, progress: Progress, journal_bytes: int, fixed_batch_loss: float) -> Path:
+    """Write the checkpoint of a completed step, then apply retention. Every rank has to call it."""
+    final = settings.run_dir / "checkpoints" / f"step-{progress.step:08d}"
+    aside = final.with_name(f".{final.name}.partial")
+    lead = distributed.get_rank() == 0
+    with explained(final):
+        if lead:
+            discard(aside)
+            aside.mkdir(parents=True)
+        distributed.barrier()
+        engine.save_checkpoint(str(aside), tag=ENGINE, save_latest=False)
+        torch.save(_random_state(), aside / f"random-rank-{distributed.get_rank():05d}.pt")
+        distributed.barrier()
+        if lead:
+            seal(
+                aside,
+                final,
+                {
+                    "kind": "checkpoint",
+                    "run": settings.fingerprint,
+                    "progress": vars(progress),
+                    "journal_bytes": journal_bytes,
+                    "mlflow_run_id": read_tracking(settings.run_dir).get("run_id"),
+                    "fixed_batch_loss": fixed_batch_loss,
+                    "world_size": distributed.get_world_size(),
+                    "micro_batch": settings.micro_batch,
+                },
+            )
+            _apply_retention(settings)
+        distributed.barrier()
+    return final
+
+
+def _apply_retention(settings: TrainerInput) -> None:
+    """Remove what need not be kept, judging by what is on disk; the newest has just been sealed."""
+    policy = settings.train.checkpoint
+    for directory in checkpoint_directories(settings.run_dir)[policy.keep :]:
+        step = int(directory.name.removeprefix("step-"))
+        if not (policy.keep_every and step % policy.keep_every == 0):
+            discard(directory)
+
+
+@dataclass
+class Resume:
+    """A checkpoint to go on from, chosen and prepared before the engine starts."""
+
+    directory: Path
+    manifest: dict[str, Any]
+    universal: Path | None
+    """The converted engine state, when the world size has changed."""
+
+
+def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
+    """Choose the newest valid checkpoint on rank 0, convert it if the world size changed, tell every rank.
+
+    Returns:
+        The choice (None to start from step 0), and the checkpoints passed over with the reason.
+
+    Raises:
+        DataError: the checkpoint belongs to another run.
+    """
+    choice: list[Any] = [None, None, []]
+    if distributed.get_rank() == 0:
+        for leftover in (settings.run_dir / "checkpoints").glob(".step-*"):
+            shutil.rmtree(leftover)
+        directory, passed_over = find_newest_valid(settings.run_dir)
+        universal = None
+        if directory is not None:
+            manifest = read_manifest(directory) or {}
+            changed = manifest["world_size"] != distributed.get_world_size()
+            if changed and shards_optimizer(settings):
+                universal = settings.run_dir / "universal"
+                shutil.rmtree(universal, ignore_errors=True)
+                convert_to_universal(str(directory / ENGINE), str(universal / ENGINE))
+        choice = [directory, universal, passed_over]
+    distributed.broadcast_object_list(choice, src=0)
+    directory, universal, passed_over = choice
+    if directory is None:
+        return None, passed_over
+    manifest = read_manifest(directory) or {}
+    if manifest["run"] != settings.fingerprint:
+        raise DataError(
+            f"{directory}: belongs to run {manifest['run']}, not to {settings.fingerprint}. "
+            "Move it away, or give this run another name."
+        )
+    return Resume(directory, manifest, universal), passed_over
+
+
+def load(engine: Any, resume: Resume) -> Progress:
+    """Put the engine and the random generators into the checkpoint's state. Every rank has to call it."""
+    loaded, _ = engine.load_checkpoint(str(resume.universal or resume.directory), tag=ENGINE)
+    if loaded is None:
+        raise DataError(f"{resume.directory}: DeepSpeed could not load it.")
+    if resume.manifest["world_size"] == distributed.get_world_size():
+        name = f"random-rank-{distributed.get_rank():05d}.pt"
+        _restore_random_state(torch.load(resume.directory / name, weights_only=False))
+    if resume.universal is not None:
+        distributed.barrier()
+        if distributed.get_rank() == 0:
+            shutil.rmtree(resume.universal)
+    return Progress(**resume.manifest["progress"])
+
+
+def check_fixed_batch(resume: Resume, loss: float) -> None:
+    """Compare the loss of the fixed batch with what it was when the checkpoint was written.
+
+    Raises:
+        DataError: they differ by more than rounding can explain.
+    """
+    expected = resume.manifest["fixed_batch_loss"]
+    if not abs(loss - expected) <= 1e-3 * max(1.0, abs(expected)):
+        raise DataError(
+            f"{resume.directory}: a fixed batch had loss {expected:.6f} when it was saved and has {loss:.6f} after "
+            "loading: its weights were not restored. Remove this directory to go on from an older checkpoint."
+        )
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,183 @@
+"""What a training run is: the model and training sections of the configuration, and the trainer's one input file."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from annotated_types import Ge, Gt, Lt
+from pydantic import Field, model_validator
+
+from trainer.settings import OPERATIONAL, Settings
+
+
+class ModelConfig(Settings):
+    """The model: a transformers causal language model, from scratch or continued from weights."""
+
+    type: str = "llama"
+    """Architecture, as transformers names it in `model_type` (llama, qwen3, gpt2, …)."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Sizes and settings of the architecture's transformers configuration (hidden_size, num_hidden_layers, …)."""
+    pretrained: str | None = None
+    """Directory or hub name of weights to continue from; `type` and `config` are then read from there."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "ModelConfig":
+        if self.pretrained and self.config:
+            raise ValueError("config: cannot be set together with pretrained, whose own configuration is used")
+        return self
+
+
+class ScheduleConfig(Settings):
+    """The learning rate over the run, as a share of `train.learning_rate`."""
+
+    type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after the warm-up: constant; linear or cosine decay to the end; wsd (warm-up, stable, linear decay)."""
+    warmup: Annotated[float, Ge(0), Lt(1)] = 0.02
+    """Share of all steps in which the rate rises linearly from 0."""
+    decay: Annotated[float, Gt(0), Ge(0)] = 0.2
+    """Share of all steps in which wsd decays, at the end."""
+    minimum: Annotated[float, Ge(0)] = 0.1
+    """Rate at the end, as a share of the peak."""
+
+
+class MuonConfig(Settings):
+    """Settings of the Muon optimizer, which updates the hidden matrices; AdamW updates the rest."""
+
+    learning_rate: Annotated[float, Gt(0)] = 0.02
+    """Peak rate of the hidden matrices; `train.learning_rate` is that of the rest."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay of the momentum."""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """Decoupled weight decay of the hidden matrices."""
+    newton_schulz_steps: Annotated[int, Ge(1)] = 5
+    """Iterations that orthogonalise an update."""
+
+
+class CheckpointConfig(Settings):
+    """When checkpoints are written, and which are kept."""
+
+    every: Annotated[int, Ge(1), OPERATIONAL] = 200
+    """Steps between checkpoints; the last step always writes one."""
+    keep: Annotated[int, Ge(1), OPERATIONAL] = 2
+    """Number of newest checkpoints that are kept."""
+    keep_every: Annotated[int | None, OPERATIONAL] = None
+    """Checkpoints at multiples of this step are kept for ever."""
+
+
+class TrainConfig(Settings):
+    """The training stage."""
+
+    steps: Annotated[int, Ge(1)] | None = None
+    """Optimizer steps of the run. Set exactly one of steps, tokens and epochs."""
+    tokens: Annotated[int, Ge(1)] | None = None
+    """Tokens to train on, rounded up to whole steps."""
+    epochs: Annotated[float, Gt(0)] | None = None
+    """Passes over the training text, rounded up to whole steps."""
+    global_batch: Annotated[int, Ge(1)] = 32
+    """Sequences a step, over all ranks and accumulation steps."""
+    micro_batch: Annotated[int, Ge(1), OPERATIONAL] | None = None
+    """Sequences in one forward pass of one rank. Unset: the rank's whole share of the global batch."""
+    ranks: Annotated[int, Ge(1), OPERATIONAL] = 1
+    """Training processes on this host: one an accelerator."""
+    threads: Annotated[int, Ge(1), OPERATIONAL] | None = None
+    """CPU threads of each rank. Unset: the host's cores shared out evenly."""
+    launcher: Annotated[Literal["torchrun"], OPERATIONAL] = "torchrun"
+    """What starts the ranks."""
+    seed: int = 1
+    """Seed of the initial weights, the order of the data, and dropout."""
+    learning_rate: Annotated[float, Gt(0)] = 1e-3
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon for the hidden matrices with adamw for the rest (zero_stage 0 in fp32)."""
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """AdamW's decay of the mean of the gradient."""
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """AdamW's decay of the mean of its square."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    muon: MuonConfig = MuonConfig()
+    """Used with optimizer: muon."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over time."""
+    gradient_clipping: Annotated[float, Ge(0)] = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the model. auto: bf16 where the device is faster with it, else fp32; chosen once a run."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO stage: what is sharded over the ranks (1 optimizer, 2 also gradients, 3 also parameters)."""
+    activation_checkpointing: Annotated[bool, OPERATIONAL] = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: Annotated[bool, OPERATIONAL] = False
+    """Compile the model with torch.compile (needs a C++ compiler on CPUs; without one it stays eager and says so)."""
+    log_every: Annotated[int, Ge(1)] = 10
+    """Steps between records in the journal and MLflow; the loss is the mean over them."""
+    hang_timeout: Annotated[float, Gt(0), OPERATIONAL] = 600.0
+    """Seconds without a finished step after which training is taken for hung, ended and resumed."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """Merged over the DeepSpeed configuration that is generated, for everything not named here."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainConfig":
+        given = [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"steps: set exactly one of steps, tokens and epochs (set: {', '.join(given) or 'none'})")
+        if self.global_batch % self.ranks:
+            raise ValueError(f"global_batch: {self.global_batch} sequences do not divide over ranks={self.ranks}")
+        share = self.global_batch // self.ranks
+        if self.micro_batch and share % self.micro_batch:
+            raise ValueError(
+                f"micro_batch: each of {self.ranks} ranks has {share} sequences of the global batch, "
+                f"which micro_batch={self.micro_batch} does not divide"
+            )
+        if self.optimizer == "muon" and (self.zero_stage != 0 or self.precision != "fp32"):
+            raise ValueError("optimizer: muon needs zero_stage: 0 and precision: fp32 (whole matrices on every rank)")
+        return self
+
+
+class TrainerInput(Settings):
+    """Everything the training process is told: the run directory's `config.yaml`."""
+
+    name: str
+    """The run's name."""
+    fingerprint: str
+    """The run's fingerprint."""
+    run_dir: Path
+    """Where checkpoints, journal, logs and result go."""
+    export_dir: Path
+    """Where the finished model goes, in transformers' format."""
+    shards_dir: Path
+    """The shard set."""
+    tokenizer_dir: Path
+    """Directory of the tokenizer's files."""
+    sequence_length: int
+    """Tokens of context."""
+    weights: list[float] | None
+    """Mixture weight of each source; None walks all text as one stream."""
+    steps: int
+    """Steps planned."""
+    precision: Literal["fp32", "bf16", "fp16"]
+    """Arithmetic, resolved."""
+    micro_batch: int
+    """Sequences in one forward pass of one rank, resolved; halved after memory ran out."""
+    model: ModelConfig
+    """The model section."""
+    train: TrainConfig
+    """The training section."""
+    lineage: dict[str, Any]
+    """Where the data came from; copied into the export's manifest."""
+
+    @classmethod
+    def read(cls, path: Path) -> "TrainerInput":
+        """Read the file written by :meth:`text`."""
+        return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+    def text(self) -> str:
+        """This input as YAML."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of a rank in one step."""
+        return self.train.global_batch // self.train.ranks // self.micro_batch

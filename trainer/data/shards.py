@@ -1,0 +1,215 @@
+"""Shards: Arrow IPC files of token ids, one row a document, and the manifest that binds them.
+
+Owns the format (writer and reader). Never tokenizes and never shuffles.
+
+A shard set is a directory::
+
+    manifest.json                            files with checksums, shards, tokenizer, canary, lineage
+    train/source-000-shard-00000.arrow       columns: tokens (list of uint8/16/32), source (string)
+    validation/source-000-shard-00000.arrow
+
+Every shard belongs to one source, so that sources can be mixed by weight when they are read.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trainer.durable import MANIFEST, read_manifest
+from trainer.errors import DataError
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "validation")
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """The smallest unsigned integer type that holds every id of a vocabulary."""
+    for candidate in (np.uint8, np.uint16):
+        if vocabulary_size <= np.iinfo(candidate).max + 1:
+            return np.dtype(candidate)
+    return np.dtype(np.uint32)
+
+
+@dataclass
+class ShardWriter:
+    """Collects the documents of one source and split, and writes a shard whenever enough tokens are together.
+
+    Memory is bounded by one shard plus one call's documents.
+    """
+
+    directory: Path
+    split: str
+    source: int
+    vocabulary_size: int
+    tokenizer: str
+    """Fingerprint of the tokenizer, kept in each shard's schema metadata."""
+    shard_tokens: int
+    """Tokens after which a shard is written; the last document may exceed it."""
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    """What was written: path, split, source, documents, tokens, text_bytes."""
+    _tokens: list[np.ndarray] = field(default_factory=list)
+    _lengths: list[np.ndarray] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _count: int = 0
+    _text_bytes: int = 0
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, names: list[str], text_bytes: int) -> None:
+        """Append documents.
+
+        Args:
+            tokens: ids of all the documents, one after the other; any integer type, shape [sum(lengths)].
+            lengths: number of tokens of each document, shape [documents].
+            names: where each document came from.
+            text_bytes: length of their text in UTF-8 bytes.
+        """
+        self._tokens.append(tokens.astype(token_dtype(self.vocabulary_size)))
+        self._lengths.append(lengths)
+        self._names.extend(names)
+        self._count += len(tokens)
+        self._text_bytes += text_bytes
+        if self._count >= self.shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the documents collected so far as one shard."""
+        if not self._names:
+            return
+        values = np.concatenate(self._tokens)
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(self._lengths))])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise DataError(
+                f"{self._names[-1]}: a document of {self._lengths[-1].max():,} tokens; a shard holds "
+                "2,147,483,647. Split it."
+            )
+        schema = pa.schema(
+            [("tokens", pa.list_(pa.from_numpy_dtype(values.dtype))), ("source", pa.string())],
+            metadata={
+                "forgeline.format_version": str(FORMAT_VERSION),
+                "forgeline.tokenizer": self.tokenizer,
+                "forgeline.vocabulary_size": str(self.vocabulary_size),
+                "forgeline.tokens": str(len(values)),
+                "forgeline.sha256": hashlib.sha256(values.tobytes()).hexdigest(),
+            },
+        )
+        batch = pa.record_batch(
+            [pa.ListArray.from_arrays(offsets.astype(np.int32), values), pa.array(self._names, pa.string())],
+            schema=schema,
+        )
+        path = Path(self.split) / f"source-{self.source:03d}-shard-{len(self.shards):05d}.arrow"
+        (self.directory / path).parent.mkdir(exist_ok=True)
+        with pa.OSFile(str(self.directory / path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            writer.write_batch(batch)
+        self.shards.append(
+            {
+                "path": str(path),
+                "split": self.split,
+                "source": self.source,
+                "documents": len(self._names),
+                "tokens": len(values),
+                "text_bytes": self._text_bytes,
+            }
+        )
+        self._tokens, self._lengths, self._names, self._count, self._text_bytes = [], [], [], 0, 0
+
+
+class TokenStream:
+    """The tokens of several shards as one sequence, mapped from disk and never copied as a whole."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._segments = [segment for path in paths for segment in _map_shard(path) if len(segment)]
+        self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in self._segments])]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copy ``len(out)`` tokens, beginning at ``start``, into ``out`` (converted to its type).
+
+        Raises:
+            IndexError: the stream ends before.
+        """
+        if start < 0 or start + len(out) > len(self):
+            raise IndexError(f"tokens [{start}, {start + len(out)}) of a stream of {len(self)}")
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out):
+            begin = start + filled - int(self._starts[number])
+            piece = self._segments[number][begin : begin + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            number += 1
+
+
+def _map_shard(path: Path) -> list[np.ndarray]:
+    """The flat token buffer of each record batch of a shard, as views of the mapped file."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        lists = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
+        return [array.values[array.offsets[0].as_py() : array.offsets[-1].as_py()].to_numpy() for array in lists]
+    except (OSError, pa.ArrowInvalid, KeyError) as error:
+        raise DataError(
+            f"{path}: not a readable shard ({error}). Run the pipeline again: it rebuilds the set."
+        ) from error
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """A complete shard set, opened by its directory."""
+
+    directory: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: Path) -> "ShardSet":
+        """Open the set in ``directory``.
+
+        Raises:
+            DataError: there is no shard set, or it is of another format version.
+        """
+        manifest = read_manifest(directory)
+        if manifest is None or manifest.get("kind") != "shards":
+            raise DataError(f"{directory}: not a shard set (no {MANIFEST} of one).")
+        if manifest["format_version"] != FORMAT_VERSION:
+            raise DataError(
+                f"{directory}: shard format {manifest['format_version']}, this version reads {FORMAT_VERSION}. "
+                "Run the pipeline again: it rebuilds the set."
+            )
+        return cls(directory, manifest)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of ids of the tokenizer that made the set."""
+        return self.manifest["tokenizer"]["vocabulary_size"]
+
+    def total(self, split: str, field: str) -> int:
+        """Sum of ``documents``, ``tokens`` or ``text_bytes`` over the shards of a split."""
+        return sum(shard[field] for shard in self.manifest["shards"] if shard["split"] == split)
+
+    def stream(self, split: str, source: int | None = None) -> TokenStream:
+        """The tokens of a split, of every source or of one."""
+        return TokenStream(
+            self.directory / shard["path"]
+            for shard in self.manifest["shards"]
+            if shard["split"] == split and source in (None, shard["source"])
+        )
+
+    def check_canary(self, encode: Any) -> None:
+        """Refuse a tokenizer that is not the one that made the set.
+
+        Args:
+            encode: maps a text to its ids.
+
+        Raises:
+            DataError: the canary text is encoded otherwise.
+        """
+        canary = self.manifest["canary"]
+        if list(encode(canary["text"])) != canary["ids"]:
+            raise DataError(
+                f"{self.directory}: these shards were made by another tokenizer, or by another version of its "
+                "library: the canary text in the manifest now has other ids. Remove the directory to rebuild it."
+            )

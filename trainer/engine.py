@@ -1,0 +1,92 @@
+"""The only module that talks to DeepSpeed: its configuration, its start, and its weights at the end."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import TrainerInput
+from trainer.optimizers import build_optimizer
+
+
+def start_process_group(device: torch.device) -> None:
+    """Join the ranks that the launcher started (gloo on CPUs, NCCL on GPUs)."""
+    import deepspeed
+
+    # DeepSpeed would compile a shared-memory all-reduce for CPUs at first use: it needs a C++
+    # compiler, and its named shared memory outlives a killed run. gloo needs neither.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+
+
+def deepspeed_configuration(settings: TrainerInput, load_universal: bool) -> dict[str, Any]:
+    """DeepSpeed's JSON for a run, with the user's ``train.deepspeed`` merged over it."""
+    train = settings.train
+    generated: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": settings.micro_batch,
+        "gradient_accumulation_steps": settings.accumulation_steps,
+        "gradient_clipping": train.gradient_clipping,
+        "steps_per_print": 2**31,
+        "bf16": {"enabled": settings.precision == "bf16"},
+        "fp16": {"enabled": settings.precision == "fp16"},
+        "zero_optimization": {"stage": train.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": load_universal},
+    }
+    return _merged(generated, train.deepspeed)
+
+
+def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if nested else value
+    return result
+
+
+def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool) -> Any:
+    """A DeepSpeed engine over ``model`` with the configured optimizer."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=build_optimizer(model, settings.train),
+        config=deepspeed_configuration(settings, load_universal),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def shards_optimizer(settings: TrainerInput) -> bool:
+    """Whether the optimizer's state is divided over the ranks, so that another world size needs a conversion."""
+    return settings.train.zero_stage > 0 or settings.precision == "bf16"
+
+
+def convert_to_universal(source: str, target: str) -> None:
+    """Rewrite a DeepSpeed checkpoint so that any number of ranks can load it."""
+    from types import SimpleNamespace
+
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    workers = min(4, os.cpu_count() or 1)
+    main(
+        SimpleNamespace(
+            input_folder=source,
+            output_folder=target,
+            num_extract_workers=workers,
+            num_merge_workers=workers,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+def whole_weights(engine: Any) -> dict[str, torch.Tensor] | None:
+    """The full model's state dict on rank 0 (None elsewhere); every rank has to call it."""
+    if engine.zero_optimization_stage() == 3:
+        return engine._consolidated_16bit_state_dict()
+    return engine.module.state_dict() if engine.global_rank == 0 else None

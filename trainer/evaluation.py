@@ -1,0 +1,102 @@
+"""Scores a model on a held-out split: loss, perplexity, bits per byte, and the unigram entropy to compare with."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.data.shards import ShardSet, TokenStream
+from trainer.model import loss_of
+
+
+def score(
+    model: nn.Module,
+    shards: ShardSet,
+    sequence_length: int,
+    batch: int,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, float]:
+    """Score every token of the validation split but the first, in consecutive windows.
+
+    A window's ``sequence_length`` tokens predict the same tokens one further; the last window may
+    be shorter. With N predicted tokens, their summed negative log-likelihood S in nats, and B the
+    bytes of the split's text in UTF-8:
+
+    - ``eval/loss`` = S / N, nats a token;
+    - ``eval/perplexity`` = exp(S / N);
+    - ``eval/bits_per_byte`` = S / (B ln 2): independent of the tokenizer. The ends of documents
+      are predicted too and count in S, so that nothing a model has to say is left out;
+    - ``eval/unigram_entropy`` = the entropy of the split's own token frequencies, nats a token: the
+      best loss of any model that ignores context.
+
+    Args:
+        batch: windows in one forward pass.
+        on_progress: told the windows done and in all.
+    """
+    stream = shards.stream("validation")
+    predicted = len(stream) - 1
+    full = predicted // sequence_length
+    total = 0.0
+    model.eval()
+    with torch.inference_mode():
+        for first in range(0, full, batch):
+            windows = range(first, min(full, first + batch))
+            total += _negative_log_likelihood(model, stream, windows, sequence_length, sequence_length, device)
+            on_progress(windows[-1] + 1, full)
+        if rest := predicted - full * sequence_length:
+            total += _negative_log_likelihood(model, stream, range(full, full + 1), sequence_length, rest, device)
+    loss = total / predicted
+    return {
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(min(loss, 700.0)),
+        "eval/bits_per_byte": total / (shards.total("validation", "text_bytes") * math.log(2)),
+        "eval/unigram_entropy": unigram_entropy(stream, shards.vocabulary_size),
+        "eval/tokens": float(predicted),
+    }
+
+
+def _negative_log_likelihood(
+    model: nn.Module, stream: TokenStream, windows: range, stride: int, length: int, device: torch.device
+) -> float:
+    """Summed over the windows that begin at multiples of ``stride`` and predict ``length`` tokens each."""
+    rows = np.empty((len(windows), length + 1), dtype=np.int64)
+    for row, window in zip(rows, windows, strict=True):
+        stream.read(window * stride, row)
+    tokens = torch.from_numpy(rows).to(device)
+    return loss_of(model, tokens[:, :-1], tokens[:, 1:], reduction="sum").item()
+
+
+def unigram_entropy(stream: TokenStream, vocabulary_size: int) -> float:
+    """Entropy of the stream's token frequencies, in nats (Shannon 1948)."""
+    counts = np.zeros(vocabulary_size, dtype=np.int64)
+    for start in range(0, len(stream), 2**20):
+        part = np.empty(min(2**20, len(stream) - start), dtype=np.int64)
+        stream.read(start, part)
+        counts += np.bincount(part, minlength=vocabulary_size)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def generate(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    """Continue ``prompt`` by up to ``tokens`` tokens; the most likely ones at temperature 0.
+
+    Returns:
+        The prompt and its continuation.
+    """
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    if ids.shape[1] == 0:
+        ids = torch.tensor([[tokenizer.eos_token_id]])
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    output = model.generate(
+        ids.to(model.device),
+        attention_mask=torch.ones_like(ids).to(model.device),
+        max_new_tokens=tokens,
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    return prompt + tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,56 @@
+"""The journal `metrics.jsonl`: every record of a run, appended by rank 0 before anyone else hears of it.
+
+A record is one JSON object a line: either metrics, with `step` and `time` (Unix seconds), or an
+event, with `event` and `time`. The file only ever grows. After a resume, steps that are repeated
+find their record already there and do not write it again.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each complete record from byte ``offset`` on, with the offset of its end."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield json.loads(line), offset
+
+
+class Journal:
+    """Appends to the journal; opening it removes a half-written last line."""
+
+    def __init__(self, path: Path) -> None:
+        end, self.last_step = 0, 0
+        for record, end in read_records(path):  # noqa: B007  # the last end is where whole records end
+            self.last_step = max(self.last_step, record.get("step", 0))
+        self._file = open(path, "ab")  # noqa: SIM115  # open as long as the run
+        self._file.truncate(end)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Append the metrics of ``step``, unless the journal has that step from before a resume."""
+        if step > self.last_step:
+            self._append({"step": step, "time": time.time(), **metrics})
+            self.last_step = step
+
+    def event(self, name: str, **details: Any) -> None:
+        """Append something that happened."""
+        self._append({"event": name, "time": time.time(), **details})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Force the journal to the disk; returns its length in bytes."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()

@@ -1,0 +1,113 @@
+"""The only module that starts training processes: launches the ranks, watches them, explains their end."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer import errors
+from trainer.config import TrainerInput
+from trainer.errors import ForgelineError, TrainerDiedError, TrainerHungError
+from trainer.heartbeat import read_heartbeat
+
+FAILURE = "failure.json"
+_GRACE_SECONDS = 30.0
+
+
+def launch(settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None], None]) -> None:
+    """Run every rank of a training run on this host under torchrun, to its end.
+
+    Args:
+        on_progress: called about twice a second with the newest heartbeat of this attempt (None before the first).
+
+    Raises:
+        ForgelineError: of the class that the failing rank named; TrainerDiedError where it could
+            name none; TrainerHungError when no step ended for ``train.hang_timeout`` seconds.
+    """
+    run_dir = settings.run_dir
+    for stale in (FAILURE, "heartbeat.json"):
+        (run_dir / stale).unlink(missing_ok=True)
+    (run_dir / "logs").mkdir(exist_ok=True)
+    ranks = settings.train.ranks
+    threads = settings.train.threads or max(1, (os.cpu_count() or 1) // ranks)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+        "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m", "trainer", str(run_dir / "config.yaml"),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with open(run_dir / "logs" / "launcher.log", "ab") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True, preexec_fn=_end_with_parent,
+        )  # fmt: skip
+    try:
+        _watch(process, settings, on_progress)
+    finally:
+        _end(process)
+    if process.returncode:
+        raise _explain(run_dir, process.returncode)
+
+
+def _end_with_parent() -> None:
+    """In the child: have the kernel end the launcher when its parent dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _watch(
+    process: subprocess.Popen, settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None], None]
+) -> None:
+    moved, last_step = time.monotonic(), None
+    while process.poll() is None:
+        heartbeat = read_heartbeat(settings.run_dir)
+        on_progress(heartbeat)
+        step = heartbeat and heartbeat["step"]
+        if step != last_step:
+            moved, last_step = time.monotonic(), step
+        if time.monotonic() - moved > settings.train.hang_timeout:
+            for pid in heartbeat["pids"] if heartbeat else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)  # each rank writes its stacks into its log
+            time.sleep(1.0)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise TrainerHungError(
+                f"{settings.name}: no step ended for train.hang_timeout={settings.train.hang_timeout:g} s after step "
+                f"{step or 0}. Every rank's stack is in {settings.run_dir / 'logs'}."
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    on_progress(read_heartbeat(settings.run_dir))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the whole process group: politely first, so that the ranks can write a checkpoint."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _explain(run_dir: Path, returncode: int) -> ForgelineError:
+    with contextlib.suppress(OSError, ValueError):
+        failure = json.loads((run_dir / FAILURE).read_text())
+        return getattr(errors, failure["error"])(failure["message"])
+    logs = sorted((run_dir / "logs").glob("rank-*.log"))
+    tails = [
+        f"{log.name}: {lines[-1]}" for log in logs if (lines := log.read_text(errors="replace").split("\n")[-4:-1])
+    ]
+    return TrainerDiedError(
+        f"training ended with code {returncode} before its last step ({'; '.join(tails) or 'no rank wrote a log'}). "
+        f"Logs: {run_dir / 'logs'}"
+    )

@@ -1,0 +1,143 @@
+"""The model: built by transformers from the configuration, its loss, and the precision it runs best in."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainer.config import ModelConfig
+from trainer.errors import ConfigError
+from trainer.settings import nearest
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_configuration(
+    config: ModelConfig, vocabulary_size: int, sequence_length: int, special_ids: dict[str, int | None] | None = None
+) -> Any:
+    """The transformers configuration of the model.
+
+    Args:
+        vocabulary_size: entries of the tokenizer.
+        special_ids: ``bos_token_id`` and so on, as the tokenizer has them.
+
+    Raises:
+        ConfigError: an unknown architecture or setting, or a vocabulary smaller than the tokenizer's.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.pretrained:
+        try:
+            result = AutoConfig.from_pretrained(config.pretrained)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(f"model.pretrained: {config.pretrained!r} cannot be loaded ({reason})") from None
+    else:
+        try:
+            known = CONFIG_MAPPING[config.type]()
+        except KeyError:
+            raise ConfigError(
+                f"model.type: transformers knows no architecture {config.type!r}.{nearest(config.type, CONFIG_MAPPING)}"
+            ) from None
+        for key in config.config:
+            if not hasattr(known, key):
+                raise ConfigError(
+                    f"model.config.{key}: {config.type} has no such setting.{nearest(key, known.to_dict())}"
+                )
+        settings = {
+            "vocab_size": vocabulary_size,
+            "max_position_embeddings": sequence_length,
+            **(special_ids or {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}),
+            **config.config,
+        }
+        try:
+            result = AutoConfig.for_model(config.type, **settings)
+        except Exception as error:  # transformers' strict dataclasses raise many types
+            raise ConfigError(f"model.config: refused by transformers: {error}") from None
+    if result.get_text_config().vocab_size < vocabulary_size:
+        raise ConfigError(
+            f"model: it has {result.get_text_config().vocab_size} vocabulary entries, the tokenizer has "
+            f"{vocabulary_size}. Leave model.config.vocab_size unset, or use the model's own tokenizer."
+        )
+    return result
+
+
+def build_model(config: ModelConfig, tokenizer: Any, sequence_length: int, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The model on the CPU with its initial or pretrained weights.
+
+    The same seed gives the same initial weights on every rank.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings = model_configuration(config, len(tokenizer), sequence_length, special_ids)
+    if config.pretrained:
+        return AutoModelForCausalLM.from_pretrained(config.pretrained, config=settings, dtype=dtype)
+    # initialised in fp32 and rounded once, so that every precision starts from the same weights
+    return AutoModelForCausalLM.from_config(settings, dtype=torch.float32).to(dtype)
+
+
+def count_parameters(settings: Any) -> int:
+    """Parameters of a model with this transformers configuration, tied ones once, without allocating them.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings)
+    except Exception as error:  # every architecture checks its sizes in its own way
+        raise ConfigError(f"model.config: transformers cannot build it: {error}") from None
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def loss_of(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Cross-entropy of the next token in nats.
+
+    Args:
+        input_ids, labels: int64, shape [sequences, length]; ``labels`` already shifted by one.
+        reduction: ``mean`` or ``sum`` over all tokens.
+
+    Returns:
+        A float32 scalar.
+    """
+    logits = model(input_ids=input_ids, use_cache=False).logits.float()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+def load_tokenizer(directory: Path | str) -> Any:
+    """The transformers tokenizer of a directory or hub name."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(directory))
+
+
+def pick_precision(device: torch.device, hidden_size: int, tokens: int) -> str:
+    """bf16 where the device has it and is faster with it, else fp32.
+
+    On CPUs this depends on the instruction set, so it is measured on a matrix product of the
+    model's shape: bf16 has to win by a quarter, since it also pays for keeping fp32 weights.
+    """
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+
+    def seconds(dtype: torch.dtype) -> float:
+        left, right = (
+            torch.ones(tokens, hidden_size, dtype=dtype),
+            torch.ones(hidden_size, 4 * hidden_size, dtype=dtype),
+        )
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            left @ right
+            times.append(time.perf_counter() - began)
+        return sorted(times)[3]
+
+    return "bf16" if seconds(torch.bfloat16) * 1.25 < seconds(torch.float32) else "fp32"

@@ -1,0 +1,171 @@
+"""MLflow's view of a training run: a forwarder carries the journal there, behind the training's back.
+
+Training never waits for it. The offset of what has arrived is kept in `tracking.json`, so that a
+server that was slow, down or restarted ends up with every record once.
+"""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from trainer.durable import fsync, write_json
+from trainer.journal import read_records
+
+_BATCH = 1000
+"""Metrics in one call: the most that MLflow's batch API takes."""
+
+
+def mlflow_client(tracking_uri: str) -> Any:
+    """A client of the store at ``tracking_uri``, whose calls give up after seconds rather than minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri)
+
+
+def experiment_of(client: Any, name: str) -> str:
+    """The id of the experiment ``name``, created where there is none.
+
+    An SQLite store keeps its artifacts beside the database, `mlartifacts/`; a server decides itself.
+    """
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, artifact_location=artifact_root(client.tracking_uri))
+        except MlflowException:  # somebody else created it in between
+            found = client.get_experiment_by_name(name)
+    return found.experiment_id
+
+
+def artifact_root(tracking_uri: str) -> str | None:
+    """Where a store at ``tracking_uri`` keeps artifacts, as a URI; None where a server decides."""
+    if not tracking_uri.startswith("sqlite:///"):
+        return None
+    return (Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
+
+
+class Forwarder(threading.Thread):
+    """Carries one run's journal to MLflow from a thread of the process that launched the training."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tracking_uri: str,
+        experiment: str,
+        name: str,
+        fingerprint: str,
+        parameters: dict[str, str],
+        tags: dict[str, str],
+    ) -> None:
+        super().__init__(name="mlflow-forwarder", daemon=True)
+        self._journal = run_dir / "metrics.jsonl"
+        self._state_file = run_dir / "tracking.json"
+        self._uri, self._experiment, self._name = tracking_uri, experiment, name
+        self._fingerprint, self._parameters, self._tags = fingerprint, parameters, tags
+        self._state: dict[str, Any] = {}
+        self._stop_requested = threading.Event()
+        self.last_error: Exception | None = None
+        """What MLflow last answered when it could not be reached; None while all is well."""
+
+    def run(self) -> None:
+        """Forward until asked to stop and nothing is left."""
+        client: Any = None
+        pause = 1.0
+        while True:
+            stopping = self._stop_requested.is_set()
+            try:
+                client = client or self._connect()
+                self._forward(client)
+                self.last_error, pause = None, 1.0
+            except Exception as error:  # whatever the tracking server does must not reach training
+                self.last_error, pause = error, min(30.0, pause * 2)
+            if stopping:
+                return
+            self._stop_requested.wait(pause)
+
+    def stop(self, status: str | None) -> str | None:
+        """Carry the rest over and set the MLflow run's status.
+
+        Returns:
+            The MLflow run's id, or None where MLflow could not be reached (see ``last_error``).
+        """
+        self._stop_requested.set()
+        self.join()
+        if self.last_error is None and status:
+            mlflow_client(self._uri).set_terminated(self._state["run_id"], status)
+        return self._state.get("run_id") if self.last_error is None else None
+
+    def _connect(self) -> Any:
+        client = mlflow_client(self._uri)
+        state = read_tracking(self._state_file.parent)
+        if state.get("tracking_uri") != self._uri:
+            run_id = self._find_run(client) or self._create_run(client)
+            offset = state.get("offset", 0) if state.get("run_id") == run_id else 0
+            state = {"tracking_uri": self._uri, "run_id": run_id, "offset": offset}
+            write_json(self._state_file, state)
+        self._state = state
+        client.update_run(state["run_id"], status="RUNNING")
+        return client
+
+    def _find_run(self, client: Any) -> str | None:
+        found = client.search_runs(
+            [experiment_of(client, self._experiment)], f"tags.`forgeline.run` = '{self._fingerprint}'", max_results=1
+        )
+        return found[0].info.run_id if found else None
+
+    def _create_run(self, client: Any) -> str:
+        from mlflow.entities import Param
+
+        tags = {**self._tags, "forgeline.run": self._fingerprint}
+        run = client.create_run(experiment_of(client, self._experiment), tags=tags, run_name=self._name)
+        parameters = [Param(key, value[:6000]) for key, value in self._parameters.items()]
+        for first in range(0, len(parameters), 100):
+            client.log_batch(run.info.run_id, params=parameters[first : first + 100])
+        return run.info.run_id
+
+    def _forward(self, client: Any) -> None:
+        from mlflow.entities import Metric
+
+        metrics: list[Any] = []
+        offset = self._state["offset"]
+        for record, end in read_records(self._journal, offset):
+            if "step" in record and "event" not in record:
+                stamp = int(record["time"] * 1000)
+                metrics += [
+                    Metric(key, value, stamp, record["step"])
+                    for key, value in record.items()
+                    if key not in ("step", "time")
+                ]
+            offset = end
+            if len(metrics) > _BATCH - 50:
+                self._send(client, metrics, offset)
+                metrics = []
+        if offset != self._state["offset"]:
+            self._send(client, metrics, offset)
+
+    def _send(self, client: Any, metrics: list[Any], offset: int) -> None:
+        fsync(self._journal)  # what MLflow knows, the journal must not lose
+        client.log_batch(self._state["run_id"], metrics=metrics)
+        self._state["offset"] = offset
+        write_json(self._state_file, self._state)
+
+
+def read_tracking(run_dir: Path) -> dict[str, Any]:
+    """Which MLflow run shows this training, and how much of the journal it has; empty before the first contact."""
+    try:
+        return json.loads((run_dir / "tracking.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def log_once(tracking_uri: str, run_id: str, metrics: dict[str, float], step: int, at: float) -> None:
+    """Log metrics of one moment; repeating the call with the same ``at`` (Unix seconds) changes nothing."""
+    from mlflow.entities import Metric
+
+    stamp = int(at * 1000)
+    mlflow_client(tracking_uri).log_batch(run_id, metrics=[Metric(k, v, stamp, step) for k, v in metrics.items()])
