@@ -15,6 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
     # unattended and offline use is the rule here: nothing calls home unless the user says so
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)

@@ -2,6 +2,9 @@
 
 import difflib
 import json
+import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,7 +18,7 @@ from tasks.register import RegisterConfig
 from tasks.tokenize import DataConfig
 from trainer.config import ModelConfig, TrainConfig
 from trainer.errors import ConfigError
-from trainer.settings import OPERATIONAL, Settings
+from trainer.settings import OPERATIONAL, Settings, is_operational
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -83,12 +86,34 @@ def load_config(preset: str, overrides: dict[str, Any] | None = None, name: str 
     """
     path = _locate(preset)
     content, lines = _parse(path)
-    for key, value in {**(overrides or {}), **({"name": name} if name else {})}.items():
+    origin = _Origin(path, lines, {tuple(key.split(".")): "--set" for key in overrides or {}})
+    for key, value in (overrides or {}).items():
         _set(content, key, value)
+    if name:
+        content["name"], origin.overridden["name",] = name, "--name"
+    _refuse_unplain(content, (), origin)
     try:
         return RunConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, path, lines, set(overrides or {})))) from None
+        raise ConfigError("\n".join(_explain(error, origin))) from None
+
+
+@dataclass
+class _Origin:
+    """Where each key was set."""
+
+    path: Path
+    lines: dict[tuple[str, ...], int]
+    overridden: dict[tuple[str, ...], str]
+
+    def of(self, place: tuple[str, ...]) -> str:
+        """The option or the file's line that set the key at ``place``, or the section around it."""
+        for length in range(len(place), 0, -1):
+            if place[:length] in self.overridden:
+                return self.overridden[place[:length]]
+            if place[:length] in self.lines:
+                return f"{self.path}:{self.lines[place[:length]]}"
+        return str(self.path)
 
 
 def _locate(preset: str) -> Path:
@@ -99,6 +124,30 @@ def _locate(preset: str) -> Path:
     close = difflib.get_close_matches(preset, names, 1)
     hint = f"Did you mean {close[0]}?" if close else f"Presets: {', '.join(names)}."
     raise ConfigError(f"{preset}: no such file, and no preset of that name. {hint}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-3 is a number (as in YAML 1.2), and a date is a text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain value that a YAML text means.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+    """
+    return yaml.load(text, _Loader)
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -124,10 +173,12 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     try:
         text = path.read_text(encoding="utf-8")
         visit(yaml.compose(text) or yaml.MappingNode("", []), ())
-        content = yaml.safe_load(text) or {}
+        content = parse_yaml(text) or {}
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):
@@ -138,7 +189,9 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
 def _set(content: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        inner = content.setdefault(section, {})
+        if content.get(section) is None:
+            content[section] = {}
+        inner = content[section]
         if isinstance(inner, str) and section == "tokenizer":
             inner = content[section] = {"type": inner}
         if not isinstance(inner, dict):
@@ -147,7 +200,19 @@ def _set(content: dict[str, Any], key: str, value: Any) -> None:
     content[last] = value
 
 
-def _explain(error: ValidationError, path: Path, lines: dict[tuple[str, ...], int], overridden: set[str]) -> list[str]:
+def _refuse_unplain(value: Any, place: tuple[str, ...], origin: _Origin) -> None:
+    """Refuse what has no stable serialisation: it would only fail later, far from its line."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_unplain(item, (*place, str(key)), origin)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _refuse_unplain(item, (*place, str(number)), origin)
+    elif not (value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):
+        raise ConfigError(f"{origin.of(place)}: {'.'.join(place)}: {value!r} is not a text or a finite number.")
+
+
+def _explain(error: ValidationError, origin: _Origin) -> list[str]:
     messages = []
     for problem in error.errors():
         place = tuple(str(part) for part in problem["loc"])
@@ -166,12 +231,7 @@ def _explain(error: ValidationError, path: Path, lines: dict[tuple[str, ...], in
             text = "is required and not set."
         elif problem["type"] != "value_error":
             text = f"{text} (it is {problem['input']!r})"
-        if key in overridden:
-            where = "--set"
-        else:
-            line = next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None)
-            where = f"{path}:{line}" if line else str(path)
-        messages.append(f"{where}: {key}: {text}")
+        messages.append(f"{origin.of(place)}: {key}: {text}")
     return messages
 
 
@@ -214,7 +274,7 @@ def _describe(model: type[Settings], prefix: str) -> list[str]:
             ]
         else:
             default = "required" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
-            cached = "" if OPERATIONAL not in field.metadata else " *(changes no output)*"
+            cached = " *(changes no output)*" if is_operational(field) else ""
             rows.append(f"- `{key}` ({_type_name(field)}, default {default}): {field.description}{cached}")
     return ["", *rows, *sections] if rows else sections
 

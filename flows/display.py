@@ -97,12 +97,13 @@ class Display:
             row = self._rows.get(progress.stage)
             if row is None:
                 row = self._rows[progress.stage] = self.bars.add_task(progress.stage, amount="", details="")
-        total = f"/{progress.total:,.0f}" if progress.total else ""
+        digits = 1 if progress.unit == "MB" else 0
+        total = f"/{progress.total:,.{digits}f}" if progress.total else ""
         self.bars.update(
             row,
             completed=progress.done,
             total=progress.total,
-            amount=f"{progress.done:,.0f}{total} {progress.unit}",
+            amount=f"{progress.done:,.{digits}f}{total} {progress.unit}",
             details=escape(progress.details),
         )
 

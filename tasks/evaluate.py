@@ -127,7 +127,9 @@ def load_export(directory: Any) -> Any:
     """The model of an export directory, on the accelerator where there is one, ready to score or generate."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # the stage reports its own progress
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     return model.to(device).eval()

@@ -1,5 +1,6 @@
 """The work directory: where everything that runs make lives, and what is remembered about files."""
 
+import contextlib
 import os
 import sqlite3
 from dataclasses import dataclass
@@ -53,19 +54,34 @@ class FileHashes:
     """Content hashes remembered by path, size, modification time and inode: an unchanged file is not read again."""
 
     def __init__(self, database: Path) -> None:
-        with explained(database):
-            self._connection = sqlite3.connect(database, timeout=60, isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = OFF")  # losing it costs a second reading, nothing else
-        self._connection.execute("CREATE TABLE IF NOT EXISTS hashes (path PRIMARY KEY, state, sha256)")
+        # losing it costs a second reading, nothing else: so no fault of the database may stop a run
+        try:
+            self._connection = _database(str(database))
+        except sqlite3.OperationalError:  # a full disk, say
+            self._connection = _database(":memory:")
+        except sqlite3.DatabaseError:  # it is damaged
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{database}{suffix}").unlink(missing_ok=True)
+            self._connection = _database(str(database))
 
     def __call__(self, path: Path) -> str:
         """SHA-256 of the file's content."""
         status = path.stat()
         state = f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
-        row = self._connection.execute("SELECT state, sha256 FROM hashes WHERE path = ?", (str(path),)).fetchone()
+        row = None
+        with contextlib.suppress(sqlite3.Error):
+            row = self._connection.execute("SELECT state, sha256 FROM hashes WHERE path = ?", (str(path),)).fetchone()
         if row and row[0] == state:
             return row[1]
         digest = hash_file(path)
-        self._connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", (str(path), state, digest))
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", (str(path), state, digest))
         return digest
+
+
+def _database(path: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=60, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute("CREATE TABLE IF NOT EXISTS hashes (path PRIMARY KEY, state, sha256)")
+    return connection

@@ -114,7 +114,9 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
         pass
     from trainer.model import count_parameters, model_configuration
 
-    parameters = count_parameters(model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length))
+    settings = model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length)
+    _check_sizes(settings)
+    parameters = count_parameters(settings)
     facts = {
         "parameters": parameters,
         "memory_bytes_a_rank": memory_a_rank(parameters, train.zero_stage, train.ranks),
@@ -122,6 +124,21 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
     }
     write_json(file, facts)
     return facts
+
+
+def _check_sizes(settings: Any) -> None:
+    """Refuse sizes that transformers builds a model with and then fails on in the first step."""
+    sizes = settings.get_text_config()
+    layers, heads, groups = (
+        getattr(sizes, key, None) for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    )
+    if isinstance(layers, int) and layers < 1:
+        raise ConfigError(f"model.config.num_hidden_layers: {layers} is less than 1.")
+    if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        raise ConfigError(
+            f"model.config.num_key_value_heads: {groups} does not divide num_attention_heads={heads} "
+            "(unset, it has the architecture's default)."
+        )
 
 
 def memory_a_rank(parameters: int, zero_stage: int, ranks: int) -> int:

@@ -95,6 +95,7 @@ def _create_version(home: Home, client: Any, name: str, trained: Trained, tags: 
     from mlflow.exceptions import MlflowException
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a local model needs no look at the hub for a model card
+    logging.getLogger("mlflow").setLevel(logging.ERROR)  # it would warn that it found no card and no licence
     _resolve_pipeline_class()
     mlflow.set_tracking_uri(home.tracking_uri)
     mlflow.set_registry_uri(os.environ.get("MLFLOW_REGISTRY_URI") or home.tracking_uri)

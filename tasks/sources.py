@@ -6,28 +6,43 @@ A document is a name and a text. What cannot be read as one becomes a `BadRecord
 import csv
 import fnmatch
 import glob
+import io
 import json
 import logging
+import lzma
 import os
 import string
+import sys
 import sysconfig
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import pyarrow
 from annotated_types import Gt
 from pydantic import Field, model_validator
 
 from tasks.home import FileHashes, Home
-from trainer.durable import explained, write_json
-from trainer.errors import DataError
+from trainer.durable import exclusive, explained, write_json
+from trainer.errors import DataError, ForgelineError
 from trainer.settings import Settings
 
 logger = logging.getLogger("forgeline")
 
 _RECORD_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+_ZSTANDARD = (".zst", ".zstd")
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip", *_ZSTANDARD)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UNREADABLE = (
+    OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
+    pyarrow.ArrowException,
+)  # fmt: skip
+"""What reading a damaged file raises."""
+_VERSION_KEYS = ("size", "ETag", "etag", "LastModified", "Last-Modified", "mtime", "Content-MD5", "Digest")
+"""What fsspec's file systems say about the version of a file."""
 
 
 class SourceConfig(Settings):
@@ -137,30 +152,43 @@ def _files(home: Home, hashes: FileHashes, number: int, source: SourceConfig, ke
             if not paths:
                 raise DataError(f"{where}: nothing is at {source.path!r} (looked at {pattern}). Check the path.")
     kept = sorted(
-        path for path in paths if path.is_file() and not any(fnmatch.fnmatch(str(path), p) for p in source.exclude)
+        {path for path in paths if path.is_file() and not any(fnmatch.fnmatch(str(path), p) for p in source.exclude)}
     )
     if not kept:
         raise DataError(f"{where}: {source.path!r} holds no file{' that is not excluded' if source.exclude else ''}.")
     result = []
     for path in kept:
-        name = str(path.relative_to(root)) if root else source.path.rsplit("/", 1)[-1]
+        name = str(path.relative_to(root)) if root else _basename(pattern)
         try:
+            name.encode()
             result.append(SourceFile(number, name, path, hashes(path), path.stat().st_size, source))
         except OSError as error:
             raise DataError(f"{where}: {path} cannot be read ({error.strerror}).") from None
+        except UnicodeEncodeError:
+            raise DataError(f"{where}: the name of {os.fsencode(path)!r} is not UTF-8. Rename or exclude it.") from None
     return result
+
+
+def _basename(url: str) -> str:
+    """The file name in a URL, without a query, so that its suffix says what it is."""
+    return url.partition("?")[0].partition("#")[0].rstrip("/").rsplit("/", 1)[-1]
 
 
 def _downloaded(home: Home, url: str, where: str) -> Path:
     """A local copy of a remote file, fetched again when the remote one has changed."""
+    place = home.directory("downloads", f"{zlib.crc32(url.encode()):08x}-{_basename(url)}")
+    with exclusive(home.lock("downloads", place.name)):
+        return _fetched(url, place, where)
+
+
+def _fetched(url: str, place: Path, where: str) -> Path:
     import fsspec
 
-    place = home.directory("downloads", f"{zlib.crc32(url.encode()):08x}-{url.rsplit('/', 1)[-1]}")
     note = place.with_name(place.name + ".origin.json")
     try:
         filesystem, remote = fsspec.core.url_to_fs(url)
         info = filesystem.info(remote)
-        state = {key: str(info[key]) for key in ("size", "ETag", "LastModified", "mtime", "etag") if key in info}
+        state = {key: str(info[key]) for key in _VERSION_KEYS if key in info}
         if place.exists() and note.exists() and json.loads(note.read_text()) == {"url": url, **state}:
             return place
         aside = place.with_name(f".{place.name}.partial")
@@ -168,6 +196,8 @@ def _downloaded(home: Home, url: str, where: str) -> Path:
             filesystem.get_file(remote, str(aside))
             os.replace(aside, place)
         write_json(note, {"url": url, **state})
+    except ForgelineError:
+        raise
     except ImportError as error:
         raise DataError(f"{where}: {url}: {error}") from None
     except Exception as error:  # every file system has its own errors
@@ -208,11 +238,19 @@ def read_documents(file: SourceFile, default_field: str) -> Iterator[Document | 
     if file.path is None:
         yield from _texts(_hub_records(file), field, file.name)
         return
-    kind = next((suffix for suffix in file.path.suffixes[::-1] if suffix in _RECORD_FORMATS), None)
-    if kind is None:
+    kind = _suffix(file.path)
+    if kind not in _RECORD_FORMATS:
         yield _whole_file(file)
     else:
         yield from _texts(_records(file, kind), field, str(file.path))
+
+
+def _suffix(path: Path) -> str:
+    """The suffix that says what is in a file, in lower case: that before a compression's."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
 
 
 def _whole_file(file: SourceFile) -> Document | BadRecord:
@@ -222,12 +260,14 @@ def _whole_file(file: SourceFile) -> Document | BadRecord:
             text = stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return BadRecord(str(file.path), None, f"not UTF-8 at byte {error.start}")
-    except (OSError, EOFError, zlib.error) as error:
+    except _UNREADABLE as error:
         return BadRecord(str(file.path), None, f"cannot be read: {error}")
     return Document(file.name, text) if text else BadRecord(str(file.path), None, "empty")
 
 
 def _open(path: Path) -> Any:
+    if path.suffix.lower() in _ZSTANDARD:
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
     import fsspec
 
     return fsspec.open(str(path), "rb", compression="infer").open()
@@ -241,21 +281,37 @@ def _texts(records: Iterator[tuple[int, Any]], field: str, where: str) -> Iterat
         if isinstance(record, BadRecord):
             yield record
             continue
-        text = record.get(field) if isinstance(record, dict) else None
-        if isinstance(text, str) and text:
-            found = True
-            yield Document(f"{os.path.basename(where)}:{line}", text)
-        elif isinstance(record, dict) and field not in record:
-            seen.update(record)
+        if not isinstance(record, dict):
+            yield BadRecord(where, line, "not an object with fields")
+            continue
+        if field not in record:
+            seen.update(str(key) for key in record)
             yield BadRecord(where, line, f"no field {field!r}")
+            continue
+        found = True
+        fault = _fault_of(record[field])
+        if fault:
+            yield BadRecord(where, line, f"field {field!r} {fault}")
         else:
-            found = True
-            yield BadRecord(where, line, f"field {field!r} is not a text that is not empty")
+            yield Document(f"{os.path.basename(where)}:{line}", record[field])
     if not found and seen:
         raise DataError(
             f"{where}: no record has the field {field!r} (they have: {', '.join(sorted(seen)[:20])}). "
             "Set data.text_field to the one that holds the text."
         )
+
+
+def _fault_of(text: Any) -> str | None:
+    """Why a field's value is not the text of a document."""
+    if not isinstance(text, str):
+        return "is not a text"
+    if not text:
+        return "is empty"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"is not valid Unicode at character {error.start}"
+    return None
 
 
 def _records(file: SourceFile, kind: str) -> Iterator[tuple[int, Any]]:
@@ -269,33 +325,51 @@ def _records(file: SourceFile, kind: str) -> Iterator[tuple[int, Any]]:
             rows = (row for batch in reader.iter_batches(1024) for row in batch.to_pylist())
             yield from enumerate(rows, 1)
         elif kind == ".arrow":
-            import pyarrow
-
-            table = pyarrow.ipc.open_file(pyarrow.memory_map(where))
-            batches = (table.get_batch(number) for number in range(table.num_record_batches))
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+            yield from enumerate((row for batch in _arrow_batches(where) for row in batch.to_pylist()), 1)
         elif kind == ".csv":
             with _open(file.path) as stream:
-                lines = (line.decode("utf-8-sig") for line in stream)
-                yield from enumerate(csv.DictReader(lines), 2)
+                yield from enumerate(_csv_rows(stream), 2)
         else:
             with _open(file.path) as stream:
                 yield from _json_records(stream, where)
-    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
+    except _UNREADABLE as error:
         yield 0, BadRecord(where, None, f"cannot be read further: {error}")
 
 
+def _arrow_batches(where: str) -> Iterator[Any]:
+    """The record batches of an Arrow file, or of an Arrow stream, which `datasets` saves under the same suffix."""
+    mapped = pyarrow.memory_map(where)
+    try:
+        table = pyarrow.ipc.open_file(mapped)
+    except pyarrow.ArrowInvalid:
+        mapped.seek(0)
+        yield from pyarrow.ipc.open_stream(mapped)
+        return
+    yield from (table.get_batch(number) for number in range(table.num_record_batches))
+
+
+def _csv_rows(stream: Any) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(sys.maxsize)  # Python's limit of 128 KiB is shorter than many documents
+    without_mark = (line.removeprefix(_BYTE_ORDER_MARK) if not n else line for n, line in enumerate(stream))
+    # bytes that are not UTF-8 become lone surrogates, so that only their own record is refused
+    yield from csv.DictReader(line.decode("utf-8", "surrogateescape") for line in without_mark)
+
+
 def _json_records(stream: Any, where: str) -> Iterator[tuple[int, Any]]:
-    """JSON lines; or, where the first byte opens a list, one JSON list of objects."""
+    """JSON lines; or, where the text begins with a bracket, one JSON list of objects."""
+    begun = False
     for number, line in enumerate(stream, 1):
-        if number == 1 and line.lstrip().startswith(b"["):
+        line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+        if not line.strip():
+            continue
+        if not begun and line.lstrip().startswith(b"["):
             yield from enumerate(json.loads(line + stream.read()), 1)
             return
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                yield number, BadRecord(where, number, f"not JSON: {error}")
+        begun = True
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield number, BadRecord(where, number, f"not JSON: {error}")
 
 
 def _hub_records(file: SourceFile) -> Iterator[tuple[int, Any]]:

@@ -5,6 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -131,8 +132,11 @@ class _Tokenization:
         settings = json.loads((tokenizer.path / "tokenizer_config.json").read_text(encoding="utf-8"))
         end = settings["eos_token"]
         self.end_token: str = end if isinstance(end, str) else end["content"]
-        self.end_id = int(self.encoder.token_to_id(self.end_token) or 0)
-        self.vocabulary_size = self.encoder.get_vocab_size(with_added_tokens=True)
+        vocabulary = self.encoder.get_vocab(with_added_tokens=True)
+        if self.end_token not in vocabulary:
+            raise DataError(f"{tokenizer.path}: its end-of-text token {self.end_token!r} is not in its vocabulary.")
+        self.end_id = vocabulary[self.end_token]
+        self.vocabulary_size = max(vocabulary.values()) + 1  # some vocabularies have gaps
         self.held_out: set[bytes] = set()
         self.records: Counter[str] = Counter()
         self.bad: list[BadRecord] = []
@@ -202,9 +206,11 @@ class _Tokenization:
                 if _digest(item.text) not in self.held_out:
                     yield "train", item
             elif self.config.validation_split == "position":
-                cut = int(len(item.text) * (1 - self.config.validation_fraction))
-                yield "train", Document(item.name, item.text[:cut])
-                yield "validation", Document(item.name, item.text[cut:])
+                # decimal, because 10 * (1 - 0.9) is less than 1 in floating point
+                cut = int(len(item.text) * (1 - Decimal(repr(self.config.validation_fraction))))
+                for split, text in (("train", item.text[:cut]), ("validation", item.text[cut:])):
+                    if text:
+                        yield split, Document(item.name, text)
             else:
                 held_out = text_share(item.text, "validation") < self.config.validation_fraction
                 yield ("validation" if held_out else "train"), item

@@ -60,7 +60,9 @@ def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files:
     content = _pretrained_identity(config) if config.type == "pretrained" else config.identity()
     if config.type != "bpe":
         content = {key: value for key, value in content.items() if key not in ("vocabulary_size", "training_bytes")}
-    name = fingerprint("tokenizer", FORMAT_VERSION, config=content, text_field=text_field, files=trained_on)
+    name = fingerprint(
+        "tokenizer", FORMAT_VERSION, config=content, text_field=text_field if trained_on else None, files=trained_on
+    )
 
     def build(directory: Path) -> dict[str, Any]:
         from transformers import PreTrainedTokenizerFast

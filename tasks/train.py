@@ -188,7 +188,7 @@ def _trainer_input(
         if earlier.micro_batch < micro_batch and share % earlier.micro_batch == 0:
             micro_batch = earlier.micro_batch
     if precision == "auto":
-        precision = _measured_precision(model, micro_batch * data.sequence_length)
+        precision = _measured_precision(model, data.sequence_length, tokenizer.path)
     settings = TrainerInput(
         name=name,
         fingerprint=run,
@@ -213,13 +213,13 @@ def _trainer_input(
     return settings
 
 
-def _measured_precision(model: ModelConfig, tokens: int) -> str:
+def _measured_precision(model: ModelConfig, sequence_length: int, tokenizer_dir: Path) -> str:
     import torch
 
-    from trainer.model import pick_precision
+    from trainer.model import load_tokenizer, pick_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return pick_precision(device, int(model.config.get("hidden_size", 1024)), min(tokens, 8192))
+    return pick_precision(model, load_tokenizer(tokenizer_dir), sequence_length, device)
 
 
 def _launch_until_it_fits(settings: TrainerInput) -> None:

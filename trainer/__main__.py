@@ -1,6 +1,5 @@
 """One rank of a training run: `python -m trainer RUN_DIR/config.yaml`, started by a launcher."""
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -12,11 +11,12 @@ from pathlib import Path
 from trainer.config import TrainerInput
 from trainer.errors import ForgelineError, OutOfMemoryError
 from trainer.launcher import FAILURE
+from trainer.processes import end_with_parent
 
 
 def main(config: Path) -> int:
     """Run this rank; returns its exit code. A failure is described in the run directory."""
-    _end_with_parent()
+    end_with_parent(signal.SIGKILL)  # no orphan of a dead launcher goes on writing
     settings = TrainerInput.read(config)
     _redirect_output(settings.run_dir / "logs" / f"rank-{os.environ['RANK']}.log")
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -46,12 +46,6 @@ def main(config: Path) -> int:
     except Exception:
         traceback.print_exc()
         return 1
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this rank when its launcher dies, so that no orphan goes on writing (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _redirect_output(log: Path) -> None:

@@ -58,20 +58,28 @@ def write_json(path: Path, value: Any) -> None:
 def seal(directory: Path, final: Path, content: dict[str, Any]) -> None:
     """Give a finished directory its manifest and its final name.
 
-    The manifest holds ``content`` plus ``files``: path, size in bytes and SHA-256 of every file.
+    The manifest holds ``content``, ``files`` (path, size in bytes and SHA-256 of every file) and a
+    ``checksum`` of itself.
     Everything is on the disk before the rename makes it visible.
     """
     files = []
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         fsync(path)
         files.append({"path": str(path.relative_to(directory)), "size": path.stat().st_size, "sha256": hash_file(path)})
-    write_json(directory / MANIFEST, {**content, "files": files})
+    manifest = {**content, "files": files}
+    write_json(directory / MANIFEST, {**manifest, "checksum": _checksum(manifest)})
     for path in sorted(path for path in directory.rglob("*") if path.is_dir()):
         fsync(path)
     fsync(directory)
     discard(final)
     os.rename(directory, final)
     fsync(final.parent)
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's content, its own ``checksum`` left out."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
@@ -103,9 +111,10 @@ def discard(path: Path) -> None:
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """The manifest of ``directory``, or None where there is none or it cannot be parsed."""
     try:
-        return json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return manifest if isinstance(manifest, dict) else None
 
 
 def faults(directory: Path, hash_of: Callable[[Path], str] = hash_file) -> list[str]:
@@ -117,6 +126,8 @@ def faults(directory: Path, hash_of: Callable[[Path], str] = hash_file) -> list[
     manifest = read_manifest(directory)
     if manifest is None:
         return [f"{directory / MANIFEST}: missing or unreadable"]
+    if manifest.get("checksum") != _checksum(manifest):
+        return [f"{directory / MANIFEST}: content differs from its checksum"]
     found = []
     for entry in manifest["files"]:
         path = directory / entry["path"]
@@ -161,7 +172,7 @@ def explained(path: Path) -> Iterator[None]:
             raise MachineError(
                 f"{path}: the disk is full. Free space there, then run again: it goes on from here."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise MachineError(
                 f"{path}: cannot be written ({error.strerror}). Set FORGELINE_HOME to a directory you can write."
             ) from error

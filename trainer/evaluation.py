@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.data.shards import ShardSet, TokenStream
+from trainer.errors import DataError
 from trainer.model import loss_of
 
 
@@ -82,20 +83,29 @@ def unigram_entropy(stream: TokenStream, vocabulary_size: int) -> float:
 
 
 def generate(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """Continue ``prompt`` by up to ``tokens`` tokens; the most likely ones at temperature 0.
+    """Continue ``prompt`` by up to ``tokens`` tokens, within the model's context; the likeliest at temperature 0.
 
     Returns:
         The prompt and its continuation.
+
+    Raises:
+        DataError: the prompt fills the context, or has characters that the tokenizer does not know.
     """
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    try:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"prompt {prompt!r}: the tokenizer cannot encode it ({error}).") from None
     if ids.shape[1] == 0:
         ids = torch.tensor([[tokenizer.eos_token_id]])
+    context = model.config.max_position_embeddings
+    if ids.shape[1] >= context:
+        raise DataError(f"the prompt has {ids.shape[1]} tokens and the model's context only {context}. Shorten it.")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     output = model.generate(
-        ids.to(model.device),
+        ids.to(model.device).long(),
         attention_mask=torch.ones_like(ids).to(model.device),
-        max_new_tokens=tokens,
+        max_new_tokens=min(tokens, context - ids.shape[1]),
         pad_token_id=tokenizer.eos_token_id,
         **sampling,
     )

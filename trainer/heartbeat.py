@@ -14,6 +14,7 @@ class Heartbeat:
         self._path = run_dir / "heartbeat.json"
         self._steps = steps
         self._last = 0.0
+        self._loss: float | None = None
         self._leads = rank == 0
         self._pids = pids
 
@@ -22,6 +23,7 @@ class Heartbeat:
     ) -> None:
         """Report ``step`` completed steps."""
         now = time.time()
+        self._loss = loss if loss is not None else self._loss
         if not self._leads or (not force and now - self._last < 1.0):
             return
         self._last = now
@@ -32,7 +34,7 @@ class Heartbeat:
                     "step": step,
                     "steps": self._steps,
                     "time": now,
-                    "loss": loss,
+                    "loss": self._loss,
                     "tokens_per_second": tokens_per_second,
                     "pids": self._pids,
                 }

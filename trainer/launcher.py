@@ -1,7 +1,6 @@
 """The only module that starts training processes: launches the ranks, watches them, explains their end."""
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from trainer import errors
 from trainer.config import TrainerInput
 from trainer.errors import ForgelineError, TrainerDiedError, TrainerHungError
 from trainer.heartbeat import read_heartbeat
+from trainer.processes import end_with_parent
 
 FAILURE = "failure.json"
 _GRACE_SECONDS = 30.0
@@ -43,10 +43,11 @@ def launch(settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None]
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    me = os.getpid()
     with open(run_dir / "logs" / "launcher.log", "ab") as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True, preexec_fn=_end_with_parent,
+            start_new_session=True, preexec_fn=lambda: end_with_parent(signal.SIGTERM, me),
         )  # fmt: skip
     try:
         _watch(process, settings, on_progress)
@@ -54,12 +55,6 @@ def launch(settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None]
         _end(process)
     if process.returncode:
         raise _explain(run_dir, process.returncode)
-
-
-def _end_with_parent() -> None:
-    """In the child: have the kernel end the launcher when its parent dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _watch(

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,20 @@ class Run:
 
     def steps_to_the_end(self) -> None:
         """Run every step that is still to do."""
-        settings, progress = self.settings, self.progress
+        settings, progress, loader = self.settings, self.progress, self.loader
         tokens_a_step = settings.train.global_batch * settings.sequence_length
-        remaining = settings.steps - progress.step
-        began, recorded, waited = time.perf_counter(), progress.step, 0.0
+        recorded, waited = Progress(progress.step, seconds=progress.seconds), 0.0
         self.heartbeat.beat(progress.step, force=True)
-        for batch in self.loader.iterate(progress.position, remaining):
-            step_began = time.perf_counter()
+        lap = time.perf_counter()
+        for batch in loader.iterate(progress.position, settings.steps - progress.step):
             rate = rate_at(progress.step, settings.steps, settings.train.schedule)
             loss, stop = self._agree(self._step(batch, rate))
             progress.step += 1
             progress.position += settings.train.global_batch
             progress.loss_sum += loss
             progress.loss_count += 1
-            progress.seconds += time.perf_counter() - step_began
+            progress.seconds += time.perf_counter() - lap
+            lap = time.perf_counter()
             if not math.isfinite(loss):
                 raise DivergedError(
                     f"{settings.name}: the loss is {loss} at step {progress.step}; the newest checkpoint is from "
@@ -115,13 +116,14 @@ class Run:
                 )
             last = progress.step == settings.steps
             if progress.step % settings.train.log_every == 0 or last:
-                seconds = time.perf_counter() - began
-                self.tokens_per_second = (progress.step - recorded) * tokens_a_step / seconds
-                self._record(rate, (self.loader.seconds_waited - waited) / seconds)
-                began, recorded, waited = time.perf_counter(), progress.step, self.loader.seconds_waited
+                seconds = progress.seconds - recorded.seconds
+                self.tokens_per_second = (progress.step - recorded.step) * tokens_a_step / seconds
+                self._record(rate, (loader.seconds_waited - waited) / seconds)
+                recorded, waited = replace(progress), loader.seconds_waited
             self.heartbeat.beat(progress.step, loss, self.tokens_per_second)
             if progress.step % settings.train.checkpoint.every == 0 or last or stop:
                 self._save()
+                lap = time.perf_counter()  # what a checkpoint takes is no time of a step
             if stop and not last:
                 raise PreemptedError(f"{settings.name}: told to end at step {progress.step}; a checkpoint was written.")
 

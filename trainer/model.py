@@ -119,25 +119,23 @@ def load_tokenizer(directory: Path | str) -> Any:
     return AutoTokenizer.from_pretrained(str(directory))
 
 
-def pick_precision(device: torch.device, hidden_size: int, tokens: int) -> str:
-    """bf16 where the device has it and is faster with it, else fp32.
+def pick_precision(config: ModelConfig, tokenizer: Any, sequence_length: int, device: torch.device) -> str:
+    """bf16 where the device has it and trains faster with it, else fp32.
 
-    On CPUs this depends on the instruction set, so it is measured on a matrix product of the
-    model's shape: bf16 has to win by a quarter, since it also pays for keeping fp32 weights.
+    On CPUs this depends on instruction set and kernels, so one forward and backward pass of the
+    model decides. bf16 has to win by a tenth, since it also pays for keeping fp32 weights.
     """
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    tokens = torch.zeros(max(1, 1024 // sequence_length), sequence_length, dtype=torch.long)
 
-    def seconds(dtype: torch.dtype) -> float:
-        left, right = (
-            torch.ones(tokens, hidden_size, dtype=dtype),
-            torch.ones(hidden_size, 4 * hidden_size, dtype=dtype),
-        )
+    def seconds(precision: str) -> float:
+        model = build_model(config, tokenizer, sequence_length, DTYPES[precision], seed=0)
         times = []
-        for _ in range(7):
+        for _ in range(3):
             began = time.perf_counter()
-            left @ right
+            loss_of(model, tokens, tokens).backward()
             times.append(time.perf_counter() - began)
-        return sorted(times)[3]
+        return min(times)
 
-    return "bf16" if seconds(torch.bfloat16) * 1.25 < seconds(torch.float32) else "fp32"
+    return "bf16" if seconds("bf16") * 1.1 < seconds("fp32") else "fp32"

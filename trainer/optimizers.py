@@ -40,7 +40,7 @@ def set_rate(optimizer: Any, share: float) -> None:
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Hidden matrices; the output head where it is not tied; embeddings, norms and biases."""
+    """Hidden matrices; the output head where it is not tied; and the rest: embeddings, norms, biases, convolutions."""
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = {id(p) for p in head.parameters()} if head is not None else set()
@@ -50,7 +50,7 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], li
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in embeddings or parameter.ndim < 2:
+        if id(parameter) in embeddings or parameter.ndim != 2:
             plain.append(parameter)
         elif id(parameter) in heads:
             decayed.append(parameter)

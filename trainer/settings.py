@@ -9,9 +9,10 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 
 class _Operational:
@@ -24,17 +25,24 @@ class _Operational:
 OPERATIONAL = _Operational()
 
 
+def is_operational(field: FieldInfo) -> bool:
+    """Whether a field is marked ``OPERATIONAL``, on itself or inside an optional type."""
+    return OPERATIONAL in field.metadata or any(
+        OPERATIONAL in getattr(part, "__metadata__", ()) for part in get_args(field.annotation)
+    )
+
+
 class Settings(BaseModel):
     """A section of the configuration. The text under each field is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     def identity(self) -> dict[str, Any]:
         """The fields that change a stage's output, nested sections included, as plain data."""
         return {
             name: _identity_of(getattr(self, name))
             for name, field in type(self).model_fields.items()
-            if OPERATIONAL not in field.metadata
+            if not is_operational(field)
         }
 
 

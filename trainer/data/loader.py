@@ -86,6 +86,13 @@ class Loader:
     seconds_waited: float = 0.0
     """Time that the training loop spent waiting for a batch."""
 
+    def __post_init__(self) -> None:
+        if self.global_batch % (self.world_size * self.micro_batch):
+            raise ValueError(
+                f"a global batch of {self.global_batch} sequences does not divide into micro-batches of "
+                f"{self.micro_batch} on {self.world_size} ranks"
+            )
+
     def batch(self, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The micro-batches of the global batch that begins at sequence ``position``.
 

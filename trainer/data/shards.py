@@ -9,6 +9,10 @@ A shard set is a directory::
     validation/source-000-shard-00000.arrow
 
 Every shard belongs to one source, so that sources can be mixed by weight when they are read.
+
+A shard is both of Arrow's IPC formats at once, because `pyarrow.ipc.open_file` reads only the one
+and `datasets.Dataset.from_file` only the other: a whole stream, then the footer of a file. It lacks
+the file format's leading magic, which `open_file` does not look at.
 """
 
 import hashlib
@@ -67,6 +71,11 @@ class ShardWriter:
             names: where each document came from.
             text_bytes: length of their text in UTF-8 bytes.
         """
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size:
+            raise DataError(
+                f"{names[0]} or one shortly after it: ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of "
+                f"{self.vocabulary_size} entries."
+            )
         self._tokens.append(tokens.astype(token_dtype(self.vocabulary_size)))
         self._lengths.append(lengths)
         self._names.extend(names)
@@ -102,8 +111,7 @@ class ShardWriter:
         )
         path = Path(self.split) / f"source-{self.source:03d}-shard-{len(self.shards):05d}.arrow"
         (self.directory / path).parent.mkdir(exist_ok=True)
-        with pa.OSFile(str(self.directory / path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            writer.write_batch(batch)
+        _write_shard(self.directory / path, batch)
         self.shards.append(
             {
                 "path": str(path),
@@ -115,6 +123,25 @@ class ShardWriter:
             }
         )
         self._tokens, self._lengths, self._names, self._count, self._text_bytes = [], [], [], 0, 0
+
+
+def _write_shard(path: Path, batch: pa.RecordBatch) -> None:
+    """Write a record batch so that readers of Arrow's file format and of its stream format both read it.
+
+    The footer of a file counts offsets from its 8 leading bytes on. The stream's schema message is
+    made 8 bytes longer instead, by a padded entry in its metadata, so that the offsets are the same.
+    """
+    padding = "forgeline.padding"
+    short = batch.schema.with_metadata({**batch.schema.metadata, padding: ""})
+    long = batch.schema.with_metadata({**batch.schema.metadata, padding: " " * 8})
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_file(buffer, short) as writer:
+        writer.write_batch(batch.replace_schema_metadata(short.metadata))
+    head, rest = long.serialize(), memoryview(buffer.getvalue())[8 + short.serialize().size :]
+    assert head.size == 8 + short.serialize().size
+    with open(path, "wb") as file:
+        file.write(head)
+        file.write(rest)
 
 
 class TokenStream:
@@ -150,8 +177,12 @@ def _map_shard(path: Path) -> list[np.ndarray]:
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         lists = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
-        return [array.values[array.offsets[0].as_py() : array.offsets[-1].as_py()].to_numpy() for array in lists]
-    except (OSError, pa.ArrowInvalid, KeyError) as error:
+        found = [array.values[array.offsets[0].as_py() : array.offsets[-1].as_py()].to_numpy() for array in lists]
+        tokens, expected = sum(len(values) for values in found), int(reader.schema.metadata[b"forgeline.tokens"])
+        if tokens != expected:
+            raise ValueError(f"{tokens} tokens, its metadata says {expected}")
+        return found
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(
             f"{path}: not a readable shard ({error}). Run the pipeline again: it rebuilds the set."
         ) from error

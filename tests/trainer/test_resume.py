@@ -1,0 +1,108 @@
+"""Training goes on from a checkpoint as if nothing had happened."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.conftest import journal, losses, run
+from trainer.checkpoint import checkpoint_directories, find_newest_valid
+from trainer.config import TrainerInput
+
+
+def forget_what_came_after(settings: TrainerInput, step: int) -> None:
+    """Put a finished run back to where it was right after the checkpoint of ``step``."""
+    for directory in checkpoint_directories(settings.run_dir):
+        if int(directory.name.removeprefix("step-")) > step:
+            shutil.rmtree(directory)
+    lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (settings.run_dir / "metrics.jsonl").write_text("".join(lines[: step + 1]))  # one step was not yet saved
+    shutil.rmtree(settings.export_dir)
+    (settings.run_dir / "result.json").unlink()
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Every tensor in two checkpoints is equal, bit for bit."""
+    names = sorted(path.relative_to(one) for path in one.rglob("*.pt"))
+    assert names == sorted(path.relative_to(other) for path in other.rglob("*.pt"))
+    compared = 0
+    for name in names:
+        left, right = (torch.load(d / name, weights_only=False, map_location="cpu") for d in (one, other))
+        compared += assert_equal(left, right, str(name))
+    assert compared > 20
+
+
+def assert_equal(left: Any, right: Any, where: str) -> int:
+    """Compare nested containers of tensors; returns how many tensors were compared."""
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), where
+        return 1
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        return sum(assert_equal(left[key], right[key], f"{where}.{key}") for key in left)
+    if isinstance(left, (list, tuple)):
+        assert len(left) == len(right), where
+        return sum(assert_equal(a, b, f"{where}[{n}]") for n, (a, b) in enumerate(zip(left, right, strict=True)))
+    return 0
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_a_resumed_run_ends_in_the_same_bits(
+    new_run: Callable[..., TrainerInput], zero_stage: int, precision: str
+) -> None:
+    settings = new_run("undisturbed", precision=precision, zero_stage=zero_stage)
+    undisturbed = run(settings)
+    shutil.copytree(settings.run_dir / "checkpoints" / "step-00000006", settings.run_dir / "expected")
+
+    forget_what_came_after(settings, step=3)
+    resumed = run(settings)
+
+    assert_same_state(settings.run_dir / "expected", settings.run_dir / "checkpoints" / "step-00000006")
+    assert losses(resumed) == losses(undisturbed)
+    assert [record["step"] for record in resumed if "step" in record and "event" not in record] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16")])
+def test_a_run_goes_on_with_another_world_size(
+    new_run: Callable[..., TrainerInput], zero_stage: int, precision: str
+) -> None:
+    no_dropout = {"attention_dropout": 0.0}
+    settings = new_run("two-ranks", precision=precision, zero_stage=zero_stage, model=no_dropout)
+    undisturbed = losses(run(settings))
+    for ranks in (1, 4):
+        forget_what_came_after(settings, step=3)
+        train = settings.train.model_copy(update={"ranks": ranks})
+        resumed = losses(run(settings.model_copy(update={"train": train})))
+        tolerance = 1e-5 if precision == "fp32" else 5e-3
+        assert [resumed[step] for step in range(1, 7)] == pytest.approx(list(undisturbed.values()), abs=tolerance)
+
+
+def test_accumulation_and_ranks_do_not_change_the_losses(new_run: Callable[..., TrainerInput]) -> None:
+    no_dropout = {"attention_dropout": 0.0}
+    one = losses(run(new_run("one-batch", ranks=1, micro_batch=8, model=no_dropout)))
+    many = losses(run(new_run("accumulated", ranks=2, micro_batch=1, model=no_dropout)))
+    assert list(many.values()) == pytest.approx(list(one.values()), abs=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(new_run: Callable[..., TrainerInput]) -> None:
+    settings = new_run("damaged", ranks=1)
+    run(settings)
+    newest = checkpoint_directories(settings.run_dir)[0]
+    weights = newest / "engine" / "mp_rank_00_model_states.pt"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+
+    chosen, passed_over = find_newest_valid(settings.run_dir)
+
+    assert chosen is not None and chosen.name == "step-00000003"
+    assert len(passed_over) == 1
+    assert "step-00000006" in passed_over[0] and "mp_rank_00_model_states.pt" in passed_over[0]
+
+    shutil.rmtree(settings.export_dir)
+    events = [record for record in run(settings) if "event" in record]
+    assert [event["event"] for event in events] == ["checkpoint_passed_over", "resumed"]
+    assert sorted(losses(journal(settings))) == [1, 2, 3, 4, 5, 6]
