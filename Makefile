@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test up bench lint install
+.PHONY: train test up bench docs lint install
 .DELETE_ON_ERROR:
 
 train: install  ## text to registered model, in minutes
@@ -22,6 +22,10 @@ up: install  ## Prefect server, MLflow server and a worker, until Ctrl-C
 
 bench: install
 	for benchmark in benchmarks/*.py; do $(BIN)/python $$benchmark || exit 1; done
+
+docs: install  ## the configuration reference, from the code
+	$(BIN)/forgeline config > docs/configure.md
+	$(BIN)/forgeline config --json-schema > docs/config.schema.json
 
 install: $(INSTALLED)
 

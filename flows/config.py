@@ -6,7 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge
@@ -254,38 +255,52 @@ def _section_of(field: FieldInfo) -> type[Settings] | None:
 
 def describe_config() -> str:
     """Every key with type, default and meaning, as Markdown."""
-    return "\n".join(_describe(RunConfig, ""))
+    introduction = [
+        "# Configure",
+        "",
+        "Every key of a configuration, as `forgeline config` prints it. `forgeline config --json-schema` is the same for",
+        "editors. Keys marked *changes no output* are no part of a run's fingerprint: a run goes on where they change.",
+    ]
+    return "\n".join([*introduction, *_describe(RunConfig, "", {})])
 
 
-def _describe(model: type[Settings], prefix: str) -> list[str]:
+def _describe(model: type[Settings], prefix: str, described: dict[type[Settings], str]) -> list[str]:
     rows: list[str] = []
     sections: list[str] = []
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         section = _section_of(field)
-        if section:
+        if section and section in described:
+            rows.append(f"- `{key}`: {field.description} The same keys as `{described[section]}`.")
+        elif section:
+            described[section] = key
             listed = "list" in str(field.annotation)
             sections += [
                 "",
                 f"## {key}",
                 "",
                 (section.__doc__ or "").strip(),
-                *_describe(section, f"{key}{'[]' if listed else ''}."),
+                *_describe(section, f"{key}{'[]' if listed else ''}.", described),
             ]
         else:
             default = "required" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
             cached = " *(changes no output)*" if is_operational(field) else ""
-            rows.append(f"- `{key}` ({_type_name(field)}, default {default}): {field.description}{cached}")
+            rows.append(f"- `{key}` ({_type_name(field.annotation)}, default {default}): {field.description}{cached}")
     return ["", *rows, *sections] if rows else sections
 
 
-def _type_name(field: FieldInfo) -> str:
-    text = (
-        field.annotation.__name__
-        if isinstance(field.annotation, type) and not get_args(field.annotation)
-        else str(field.annotation)
-    )
-    return text.replace("typing.", "").replace("NoneType", "None")
+def _type_name(kind: Any) -> str:
+    """A type as a reader writes it: int or none, a choice of words, a list of str."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type_name(inner[0])
+    if origin is Literal:
+        return " | ".join(map(str, inner))
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(part) for part in inner)
+    if origin is list:
+        return f"list of {_type_name(inner[0])}"
+    return "none" if kind is type(None) else "mapping" if origin is dict else kind.__name__
 
 
 def json_schema() -> str:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from annotated_types import Ge, Gt, Lt
-from pydantic import Field, model_validator
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from trainer.settings import OPERATIONAL, Settings
 
@@ -34,7 +34,7 @@ class ScheduleConfig(Settings):
     """Shape after the warm-up: constant; linear or cosine decay to the end; wsd (warm-up, stable, linear decay)."""
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.02
     """Share of all steps in which the rate rises linearly from 0."""
-    decay: Annotated[float, Gt(0), Ge(0)] = 0.2
+    decay: Annotated[float, Gt(0), Le(1)] = 0.2
     """Share of all steps in which wsd decays, at the end."""
     minimum: Annotated[float, Ge(0)] = 0.1
     """Rate at the end, as a share of the peak."""
@@ -60,26 +60,26 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; the last step always writes one."""
     keep: Annotated[int, Ge(1), OPERATIONAL] = 2
     """Number of newest checkpoints that are kept."""
-    keep_every: Annotated[int | None, OPERATIONAL] = None
+    keep_every: Annotated[PositiveInt | None, OPERATIONAL] = None
     """Checkpoints at multiples of this step are kept for ever."""
 
 
 class TrainConfig(Settings):
     """The training stage."""
 
-    steps: Annotated[int, Ge(1)] | None = None
+    steps: PositiveInt | None = None
     """Optimizer steps of the run. Set exactly one of steps, tokens and epochs."""
-    tokens: Annotated[int, Ge(1)] | None = None
+    tokens: PositiveInt | None = None
     """Tokens to train on, rounded up to whole steps."""
-    epochs: Annotated[float, Gt(0)] | None = None
+    epochs: PositiveFloat | None = None
     """Passes over the training text, rounded up to whole steps."""
     global_batch: Annotated[int, Ge(1)] = 32
     """Sequences a step, over all ranks and accumulation steps."""
-    micro_batch: Annotated[int, Ge(1), OPERATIONAL] | None = None
+    micro_batch: Annotated[PositiveInt | None, OPERATIONAL] = None
     """Sequences in one forward pass of one rank. Unset: the rank's whole share of the global batch."""
     ranks: Annotated[int, Ge(1), OPERATIONAL] = 1
     """Training processes on this host: one an accelerator."""
-    threads: Annotated[int, Ge(1), OPERATIONAL] | None = None
+    threads: Annotated[PositiveInt | None, OPERATIONAL] = None
     """CPU threads of each rank. Unset: the host's cores shared out evenly."""
     launcher: Annotated[Literal["torchrun"], OPERATIONAL] = "torchrun"
     """What starts the ranks."""

@@ -40,6 +40,8 @@ class IncompleteRunError(ForgelineError):
 class RetryableError(ForgelineError):
     """It can pass when tried again: training goes on from its newest valid checkpoint."""
 
+    retryable = True
+
 
 class TrainerDiedError(RetryableError):
     """A rank or the launcher ended without finishing: killed, crashed, or the node failed."""

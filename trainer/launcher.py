@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def launch(settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None]
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     me = os.getpid()
     with open(run_dir / "logs" / "launcher.log", "ab") as log:
+        log_begin = log.tell()
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, preexec_fn=lambda: end_with_parent(signal.SIGTERM, me),
@@ -54,7 +56,7 @@ def launch(settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None]
     finally:
         _end(process)
     if process.returncode:
-        raise _explain(run_dir, process.returncode)
+        raise _explain(run_dir, process.returncode, log_begin)
 
 
 def _watch(
@@ -94,15 +96,21 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _explain(run_dir: Path, returncode: int) -> ForgelineError:
+def _explain(run_dir: Path, returncode: int, log_begin: int) -> ForgelineError:
+    """What ended a launch: what the failing rank wrote down, or what torchrun saw of its end."""
     with contextlib.suppress(OSError, ValueError):
         failure = json.loads((run_dir / FAILURE).read_text())
         return getattr(errors, failure["error"])(failure["message"])
-    logs = sorted((run_dir / "logs").glob("rank-*.log"))
-    tails = [
-        f"{log.name}: {lines[-1]}" for log in logs if (lines := log.read_text(errors="replace").split("\n")[-4:-1])
-    ]
-    return TrainerDiedError(
-        f"training ended with code {returncode} before its last step ({'; '.join(tails) or 'no rank wrote a log'}). "
-        f"Logs: {run_dir / 'logs'}"
-    )
+    logs = run_dir / "logs"
+    with open(logs / "launcher.log", "rb") as log:
+        log.seek(log_begin)
+        _, _, root_cause = log.read().decode(errors="replace").rpartition("Root Cause")
+    found = re.search(r"rank\s*: (\d+).*?exitcode\s*: (-?\d+)", root_cause, re.DOTALL)
+    if not found:
+        cause = f"the launcher ended with code {returncode}"
+    elif (code := int(found[2])) < 0:
+        cause = f"rank {found[1]} was ended by {signal.Signals(-code).name}"
+    else:
+        lines = (logs / f"rank-{found[1]}.log").read_text(errors="replace").strip().split("\n")
+        cause = f"rank {found[1]} ended with code {code}: {lines[-1]}"
+    return TrainerDiedError(f"training ended before its last step: {cause}. Logs: {logs}")
