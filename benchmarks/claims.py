@@ -33,7 +33,11 @@ def finish(claims: list[Claim], packages: tuple[str, ...], as_json: bool, **deta
         result = {
             "claims": [{**asdict(claim), "holds": claim.holds} for claim in claims],
             **details,
-            "machine": {"cpu_count": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
+            "machine": {
+                "cpu_count": os.cpu_count(),
+                "machine": platform.machine(),
+                "python": platform.python_version(),
+            },
             "versions": {package: version(package) for package in packages},
         }
         print(json.dumps(result))

@@ -105,13 +105,14 @@ def _load(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 def _override(item: str) -> tuple[str, Any]:
     import yaml
 
+    from flows.config import parse_yaml
     from trainer.errors import ConfigError
 
     key, equals, text = item.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {item}: write it as section.key=value.")
     try:
-        return key, yaml.safe_load(text)
+        return key, parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {item}: the value is not valid YAML ({error}).") from None
 
@@ -207,8 +208,7 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _up(options: argparse.Namespace) -> int:
-    from tasks.services import serve
-
     from tasks.home import Home
+    from tasks.services import serve
 
     return serve(Home.locate(), options.prefect_port, options.mlflow_port)

@@ -109,12 +109,10 @@ class _Origin:
 
     def of(self, place: tuple[str, ...]) -> str:
         """The option or the file's line that set the key at ``place``, or the section around it."""
-        for length in range(len(place), 0, -1):
-            if place[:length] in self.overridden:
-                return self.overridden[place[:length]]
-            if place[:length] in self.lines:
-                return f"{self.path}:{self.lines[place[:length]]}"
-        return str(self.path)
+        around = [place[:length] for length in range(len(place), 0, -1)]
+        options = (self.overridden[part] for part in around if part in self.overridden)
+        lines = (f"{self.path}:{self.lines[part]}" for part in around if part in self.lines)
+        return next(options, next(lines, str(self.path)))
 
 
 def _locate(preset: str) -> Path:
@@ -258,7 +256,8 @@ def describe_config() -> str:
     introduction = [
         "# Configure",
         "",
-        "Every key of a configuration, as `forgeline config` prints it. `forgeline config --json-schema` is the same for",
+        "Every key of a configuration, as `forgeline config` prints it. `forgeline config --json-schema` is the same "
+        "for",
         "editors. Keys marked *changes no output* are no part of a run's fingerprint: a run goes on where they change.",
     ]
     return "\n".join([*introduction, *_describe(RunConfig, "", {})])

@@ -39,11 +39,11 @@ def log_every(seconds: float) -> Watcher:
 
 
 watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-"""Who is told; unset, nobody is."""
+"""Who is told; unset, as in a flow run on a worker, it is the log."""
+
+_to_log = log_every(30.0)
 
 
 def report(progress: Progress) -> None:
-    """Tell the watcher, if there is one."""
-    watch = watcher.get()
-    if watch:
-        watch(progress)
+    """Tell the watcher."""
+    (watcher.get() or _to_log)(progress)

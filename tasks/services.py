@@ -122,7 +122,8 @@ class _Services:
             store = self.home.tracking_uri
             self._start(
                 "MLflow server", "mlflow", "server", "--host", HOST, "--port", str(urlsplit(self.mlflow_url).port),
-                "--workers", "1", "--backend-store-uri", store, "--default-artifact-root",
+                "--workers", "1", "--uvicorn-opts", "--log-level warning", "--backend-store-uri", store,
+                "--default-artifact-root",
                 artifact_root(store) or (self.home.path / "mlartifacts").as_uri(),
             )  # fmt: skip
         _import_prefect()  # takes a second or two, in which the servers start

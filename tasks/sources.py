@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from tasks.home import FileHashes, Home
 from trainer.durable import exclusive, explained, write_json
 from trainer.errors import DataError, ForgelineError
-from trainer.settings import Settings
+from trainer.settings import ShortSettings
 
 logger = logging.getLogger("forgeline")
 
@@ -45,7 +45,7 @@ _VERSION_KEYS = ("size", "ETag", "etag", "LastModified", "Last-Modified", "mtime
 """What fsspec's file systems say about the version of a file."""
 
 
-class SourceConfig(Settings):
+class SourceConfig(ShortSettings):
     """One source of text. Set `path` or `dataset`; a plain string is short for `path`."""
 
     path: str | None = None
@@ -105,6 +105,9 @@ class BadRecord:
     file: str
     line: int | None
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{f':{self.line}' if self.line else ''}: {self.reason}"
 
 
 @dataclass(frozen=True)

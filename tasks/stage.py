@@ -113,5 +113,7 @@ class _NoTracebackForOwnErrors(logging.Filter):
         return True
 
 
+logger.setLevel(logging.INFO)  # the deployments have Prefect keep this log, at whatever level it has (prefect.yaml)
+
 for _name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
     logging.getLogger(_name).addFilter(_NoTracebackForOwnErrors())

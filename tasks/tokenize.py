@@ -22,7 +22,7 @@ from tasks.tokenizer import TokenizerConfig, text_share
 from trainer.data.shards import FORMAT_VERSION as SHARD_FORMAT
 from trainer.data.shards import ShardSet, ShardWriter
 from trainer.errors import DataError
-from trainer.settings import Settings, fingerprint
+from trainer.settings import OPERATIONAL, Settings, fingerprint
 
 logger = logging.getLogger("forgeline")
 
@@ -50,7 +50,7 @@ class DataConfig(Settings):
     """hash: whole documents, by a hash of their text; position: the last characters of every document."""
     shard_tokens: Annotated[int, Ge(1)] = 2**24
     """Tokens after which a shard is closed."""
-    bad_record_limit: Annotated[float, Ge(0), Le(1)] = 0.01
+    bad_record_limit: Annotated[float, Ge(0), Le(1), OPERATIONAL] = 0.01
     """Largest share of records that may be unreadable; they are listed in the set's quarantine.jsonl."""
 
     @model_validator(mode="after")
@@ -92,10 +92,7 @@ def tokenize(
         "tokenize",
         FORMAT_VERSION,
         shard_format=SHARD_FORMAT,
-        config={
-            key: settings[key]
-            for key in ("validation_fraction", "validation_split", "shard_tokens", "bad_record_limit")
-        },
+        config={key: settings[key] for key in ("validation_fraction", "validation_split", "shard_tokens")},
         text_field=config.text_field,
         files=[file.identity() for file in files],
         validation_files=[file.identity() for file in validation_files],
@@ -106,6 +103,7 @@ def tokenize(
         return _Tokenization(config, files, validation_files, tokenizer, directory).run(name)
 
     path, cached = build_once(home, "shards", name, build)
+    _refuse_too_many_bad(ShardSet.open(path).manifest["records"], config.bad_record_limit)
     return Reference(path=path, fingerprint=name, cached=cached)
 
 
@@ -172,7 +170,7 @@ class _Tokenization:
                 "beginning_token": None,
             },
             "canary": self._canary(),
-            "records": {"read": self.records["read"], "bad": self.records["bad"]},
+            "records": self._record_counts(),
             "shards": shards,
             "inputs": [
                 {"source": file.source, "name": file.name, "path": str(file.path or ""), "sha256": file.sha256,
@@ -215,6 +213,9 @@ class _Tokenization:
                 held_out = text_share(item.text, "validation") < self.config.validation_fraction
                 yield ("validation" if held_out else "train"), item
 
+    def _record_counts(self) -> dict[str, Any]:
+        return {"read": self.records["read"], "bad": self.records["bad"], "first_bad": [str(bad) for bad in self.bad]}
+
     def _quarantine(self, record: BadRecord) -> None:
         self.records["bad"] += 1
         if len(self.bad) < 3:
@@ -240,15 +241,9 @@ class _Tokenization:
                 writer.add(ids, lengths, [document.name for document, _ in chosen], size)
 
     def _check(self, shards: list[dict[str, Any]]) -> None:
-        limit = self.config.bad_record_limit * self.records["read"]
-        examples = "; ".join(f"{r.file}{f':{r.line}' if r.line else ''}: {r.reason}" for r in self.bad)
-        if self.records["bad"] > limit:
-            raise DataError(
-                f"data.sources: {self.records['bad']} of {self.records['read']} records cannot be used, more than "
-                f"data.bad_record_limit={self.config.bad_record_limit:g} allows. First: {examples}"
-            )
+        _refuse_too_many_bad(self._record_counts(), self.config.bad_record_limit)
         if self.bad:
-            logger.warning("%d records were put into quarantine.jsonl; first: %s", self.records["bad"], examples)
+            logger.warning("%d records were put into quarantine.jsonl; first: %s", self.records["bad"], self.bad[0])
         for number in range(len(self.config.sources)):
             if not any(s["split"] == "train" and s["source"] == number for s in shards):
                 raise DataError(f"data.sources[{number}]: no document of it is left for training.")
@@ -257,6 +252,14 @@ class _Tokenization:
                 f"data.validation_fraction: no document of {self.records['read']} fell into the validation split. "
                 "Raise it, set data.validation_split: position, or give data.validation_sources."
             )
+
+
+def _refuse_too_many_bad(records: dict[str, Any], limit: float) -> None:
+    if records["bad"] > limit * records["read"]:
+        raise DataError(
+            f"data.sources: {records['bad']} of {records['read']} records cannot be used, more than "
+            f"data.bad_record_limit={limit:g} allows. First: {'; '.join(records['first_bad'])}"
+        )
 
 
 def _digest(text: str) -> bytes:

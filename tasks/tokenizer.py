@@ -15,7 +15,7 @@ from tasks.progress import Progress, report
 from tasks.sources import Document, SourceFile, read_documents
 from tasks.stage import Reference, build_once, shown, timed
 from trainer.errors import ConfigError, DataError
-from trainer.settings import Settings, fingerprint
+from trainer.settings import ShortSettings, fingerprint
 
 logger = logging.getLogger("forgeline")
 
@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 
 
-class TokenizerConfig(Settings):
+class TokenizerConfig(ShortSettings):
     """The tokenizer. A plain string is short for `type`, or for `path` where it is no type."""
 
     type: Literal["bpe", "byte", "char", "pretrained"] = "bpe"

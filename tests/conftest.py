@@ -1,5 +1,6 @@
-"""What the tests share: one Prefect server for all of them, a tiny configuration, work directories, the command line."""
+"""What the tests share: one Prefect server for all of them, a tiny configuration, work directories, the CLI."""
 
+import atexit
 import dataclasses
 import json
 import os
@@ -54,9 +55,7 @@ os.environ |= {
 }
 
 
-def pytest_unconfigure() -> None:
-    """Remove what the session's Prefect server left."""
-    shutil.rmtree(_PREFECT_HOME, ignore_errors=True)
+atexit.register(shutil.rmtree, _PREFECT_HOME, ignore_errors=True)
 
 
 def eventually(found: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:

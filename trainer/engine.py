@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,13 @@ def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool)
         config=deepspeed_configuration(settings, load_universal),
         dist_init_required=False,
     )
+    engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
     return engine
+
+
+def _clip_and_keep_norm(engine: Any) -> None:
+    """In fp32 without ZeRO, DeepSpeed clips by a norm that it then forgets; this keeps it to be recorded."""
+    engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
 
 
 def shards_optimizer(settings: TrainerInput) -> bool:

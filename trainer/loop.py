@@ -155,11 +155,12 @@ class Run:
         metrics = {
             "train/loss": progress.loss_sum / progress.loss_count,
             "train/learning_rate": rate * settings.train.learning_rate,
-            "train/gradient_norm": float(norm) if norm is not None else 0.0,
             "train/tokens": progress.position * settings.sequence_length,
             "train/tokens_per_second": self.tokens_per_second,
             "train/data_wait_fraction": data_wait_fraction,
         }
+        if norm is not None:  # unknown where nothing is clipped
+            metrics["train/gradient_norm"] = float(norm)
         progress.last_loss = metrics["train/loss"]
         progress.loss_sum, progress.loss_count = 0.0, 0
         if self.journal:

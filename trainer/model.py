@@ -75,7 +75,8 @@ def build_model(config: ModelConfig, tokenizer: Any, sequence_length: int, dtype
 
     torch.manual_seed(seed)
     special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    settings = model_configuration(config, len(tokenizer), sequence_length, special_ids)
+    entries = max(tokenizer.get_vocab().values()) + 1  # more than its tokens, where the ids have gaps
+    settings = model_configuration(config, entries, sequence_length, special_ids)
     if config.pretrained:
         return AutoModelForCausalLM.from_pretrained(config.pretrained, config=settings, dtype=dtype)
     # initialised in fp32 and rounded once, so that every precision starts from the same weights

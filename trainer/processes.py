@@ -61,6 +61,7 @@ class _Guard:
 
         def prepare() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it; some end by it
             end_with_parent(signal.SIGKILL, me)
 
         self.command = subprocess.Popen(command, preexec_fn=prepare)

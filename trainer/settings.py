@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
 
 
 class _Operational:
@@ -44,6 +45,16 @@ class Settings(BaseModel):
             for name, field in type(self).model_fields.items()
             if not is_operational(field)
         }
+
+
+class ShortSettings(Settings):
+    """A section that a plain string is short for: its JSON schema says so."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        section = handler.resolve_ref_schema(handler(core_schema))
+        described = {"description": section["description"]}
+        return {**described, "anyOf": [{"type": "string"}, section]}
 
 
 def _identity_of(value: Any) -> Any:

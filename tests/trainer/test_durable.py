@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,9 +56,12 @@ def script(code: str, *arguments: Path) -> Iterator[subprocess.Popen]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    limit = threading.Timer(60, process.kill)
+    limit.start()
     try:
         yield process
     finally:
+        limit.cancel()
         process.kill()
         process.communicate()
 
@@ -189,7 +193,9 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path):
     assert faults(final) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "7", '{"files": 3}', "{}", '{"kind": "thing"}', "\x00" * 50])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "7", '{"files": 3}', "{}", '{"kind": "thing"}', "\x00" * 50]
+)
 def test_a_manifest_that_is_none_is_a_fault_and_no_crash(tmp_path, content):
     final = build(tmp_path / "out")
     (final / "manifest.json").write_text(content)
@@ -207,12 +213,10 @@ def test_discarding_leaves_nothing_and_discarding_nothing_is_fine(tmp_path):
 def test_a_second_process_waits_for_the_lock_and_gets_it_when_the_owner_is_killed(tmp_path):
     lock = tmp_path / "locks" / "one"
     with script(HOLD, lock) as first, script(HOLD, lock) as second:
-        states = {first.stdout.readline()}
-        owner, waiter = (first, second) if states == {"held\n"} else (second, first)
-        other = waiter.stdout.readline() if waiter is second else owner.stdout.readline()
-        assert states | {other} == {"held\n", "waiting\n"}
-        kill(owner)
-        assert waiter.stdout.readline() == "held\n"
+        said = {first.stdout.readline(): first, second.stdout.readline(): second}
+        assert set(said) == {"held\n", "waiting\n"}
+        kill(said["held\n"])
+        assert said["waiting\n"].stdout.readline() == "held\n"
 
 
 def test_the_lock_of_a_killed_owner_is_free_at_once_and_also_for_ever_after(tmp_path):
@@ -281,7 +285,7 @@ def test_a_read_only_disk_is_named_with_its_remedy(tmp_path):
             lambda: exclusive(disk / "lock").__enter__(),
             lambda: build(disk / "out"),
         ):
-            with pytest.raises(MachineError, match="cannot be written .*Set FORGELINE_HOME"):
+            with pytest.raises(MachineError, match=r"cannot be written .*Set FORGELINE_HOME"):
                 refused()
 
 
@@ -292,7 +296,7 @@ def test_a_path_below_a_file_is_named_with_its_remedy(tmp_path):
         lambda: exclusive(tmp_path / "file" / "lock").__enter__(),
         lambda: build(tmp_path / "file" / "out"),
     ):
-        with pytest.raises(MachineError, match="cannot be written .*Set FORGELINE_HOME"):
+        with pytest.raises(MachineError, match=r"cannot be written .*Set FORGELINE_HOME"):
             refused()
 
 

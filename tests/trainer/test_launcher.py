@@ -109,7 +109,9 @@ def test_no_rank_survives_the_process_that_launched_it(new_run: Callable[..., Tr
     settings = new_run("orphaned", steps=5000)
     write_file(settings.run_dir / "config.yaml", settings.text())
     code = (
-        "import sys; from pathlib import Path; from trainer.config import TrainerInput; from trainer.launcher import launch;"
+        "import sys; from pathlib import Path\n"
+        "from trainer.config import TrainerInput\n"
+        "from trainer.launcher import launch\n"
         "launch(TrainerInput.read(Path(sys.argv[1])), lambda heartbeat: None)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code, str(settings.run_dir / "config.yaml")])

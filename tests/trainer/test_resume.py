@@ -87,6 +87,15 @@ def test_accumulation_and_ranks_do_not_change_the_losses(new_run: Callable[..., 
     assert list(many.values()) == pytest.approx(list(one.values()), abs=1e-5)
 
 
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (3, "fp32")])
+def test_the_norm_of_the_gradient_is_recorded(
+    new_run: Callable[..., TrainerInput], zero_stage: int, precision: str
+) -> None:
+    records = run(new_run("norm", steps=2, precision=precision, zero_stage=zero_stage))
+    norms = [record["train/gradient_norm"] for record in records]
+    assert all(0.01 < norm < 100 for norm in norms)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_named(new_run: Callable[..., TrainerInput]) -> None:
     settings = new_run("damaged", ranks=1)
     run(settings)

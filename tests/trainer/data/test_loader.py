@@ -96,7 +96,7 @@ def test_two_resumes_at_other_world_sizes_repeat_and_skip_nothing(sequences):
     seen, position = [], 0
     for world, steps in ((1, 20), (3, 30), (8, 34)):
         ranks = [list(loader(sequences, batch, rank, world).iterate(position, steps)) for rank in range(world)]
-        seen += [inputs_of(step) for step in zip(*(sum(rank, []) for rank in ranks), strict=True)]
+        seen += [inputs_of(part) for step in zip(*ranks, strict=True) for part in step]
         position += steps * batch
     first_tokens = torch.cat(seen)[:, 0]
     assert position > 2 * size
@@ -174,7 +174,9 @@ def test_without_weights_all_sources_are_one_stream(tmp_path):
     assert np.array_equal(np.sort(rows[:, :-1].ravel()), expected)
 
 
-@pytest.mark.parametrize(("sizes", "weights", "words"), [((4,), None, "all has 4"), ((50, 3), [1, 1], "source 1 has 3")])
+@pytest.mark.parametrize(
+    ("sizes", "weights", "words"), [((4,), None, "all has 4"), ((50, 3), [1, 1], "source 1 has 3")]
+)
 def test_a_text_shorter_than_one_sequence_is_refused_with_its_length(tmp_path, sizes, weights, words):
     with pytest.raises(DataError, match=f"{words} tokens.*sequence_length={LENGTH}"):
         Sequences.open(shard_set(tmp_path / "set", sizes), LENGTH, weights, seed=1)

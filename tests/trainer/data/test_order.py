@@ -114,7 +114,9 @@ def test_the_first_outputs_share_no_parity_for_any_of_many_seeds():
 
 
 def test_different_seeds_streams_and_epochs_give_unrelated_shuffles():
-    shuffles = [shuffled(10_000, *labels) for labels in [(0,), (1,), (0, "shuffle", 0, 0), (0, "shuffle", 0, 1), (1, 0)]]
+    shuffles = [
+        shuffled(10_000, *labels) for labels in [(0,), (1,), (0, "shuffle", 0, 0), (0, "shuffle", 0, 1), (1, 0)]
+    ]
     for number, one in enumerate(shuffles):
         for other in shuffles[number + 1 :]:
             assert int((one == other).sum()) < 12, "two random shuffles agree in about one place"

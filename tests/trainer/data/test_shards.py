@@ -63,7 +63,7 @@ def test_tokens_take_the_smallest_unsigned_type_that_holds_the_vocabulary(tmp_pa
 
 @pytest.mark.parametrize("ids", [[0, 300], [-1, 0], [65_536 + 5]])
 def test_an_id_outside_the_vocabulary_is_refused_and_never_wrapped(tmp_path, ids):
-    with pytest.raises(DataError, match="text-0.*vocabulary of 300"):
+    with pytest.raises(DataError, match=r"text-0.*vocabulary of 300"):
         write(tmp_path, [np.array(ids)])
 
 
@@ -173,7 +173,9 @@ def test_a_set_knows_its_totals(tmp_path):
     assert shards.vocabulary_size == 300
     assert shards.total("train", "documents") == 9
     assert shards.total("train", "tokens") == len(shards.stream("train")) == len(shards.stream("train", 0))
-    assert shards.total("validation", "tokens") == len(shards.stream("validation")) == len(shards.stream("train", 1)) == 0
+    assert (
+        shards.total("validation", "tokens") == len(shards.stream("validation")) == len(shards.stream("train", 1)) == 0
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "null", '"text"', '{"kind": "export"}'])

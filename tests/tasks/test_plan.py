@@ -1,0 +1,216 @@
+"""The plan: what a user got wrong is said before compute is spent, with its key and a remedy."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.home import Home
+from tasks.plan import Plan, memory_a_rank, plan
+from tasks.tokenize import DataConfig
+from trainer.config import ModelConfig, TrainConfig
+from trainer.errors import ConfigError, DataError, MachineError
+
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+HUGE = {**LLAMA, "hidden_size": 65_536, "intermediate_size": 262_144, "num_hidden_layers": 100}
+
+
+@pytest.fixture
+def work(tmp_path) -> Home:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "text.txt").write_text("x" * 6400)
+    return Home(tmp_path / "home")
+
+
+def make(
+    home: Home,
+    model: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+) -> Plan:
+    return plan(
+        home,
+        DataConfig.model_validate(
+            {
+                "sources": [str(home.path.parent / "text.txt")],
+                "tokenizer": "byte",
+                "sequence_length": 16,
+                **(data or {}),
+            }
+        ),
+        ModelConfig.model_validate(model or {"config": LLAMA}),
+        TrainConfig.model_validate({"global_batch": 8, **(train or {"steps": 5})}),
+    )
+
+
+def test_a_plan_tells_files_steps_tokens_parameters_memory_and_disk(work):
+    facts = make(work).facts
+    embedding, attention, mlp = 257 * 32, 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48
+    parameters = embedding + 2 * (attention + mlp + 2 * 32) + 32
+    assert facts["source_files"] == 1
+    assert facts["text_bytes"] == 6400
+    assert (facts["steps"], facts["tokens"]) == (5, 5 * 8 * 16)
+    assert facts["parameters"] == parameters
+    assert facts["memory_bytes_a_rank"] == 16 * parameters
+    assert 0 < facts["disk_bytes_needed"] < facts["disk_bytes_free"]
+    assert facts["seconds_expected"] > 0
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"), [({"tokens": 1000}, 8), ({"tokens": 1024}, 8), ({"tokens": 1025}, 9), ({"epochs": 2}, None)]
+)
+def test_steps_follow_from_tokens_and_wait_for_the_shards_where_epochs_are_asked_for(work, train, steps):
+    assert make(work, train=train).facts["steps"] == steps
+
+
+def test_a_plan_is_the_same_plan_when_asked_again(work):
+    first, second = make(work), make(work)
+    assert first.sources == second.sources
+    assert first.facts["parameters"] == second.facts["parameters"]
+    assert json.loads(json.dumps(first.facts)) == first.facts
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"type": "lama"}, r"model.type: .*'lama'. Did you mean llama\?"),
+        ({"type": "gpt-2"}, r"model.type: .*'gpt-2'. Did you mean gpt2\?"),
+        (
+            {"config": {"hiden_size": 8}},
+            r"model.config.hiden_size: llama has no such setting. Did you mean hidden_size\?",
+        ),
+        ({"config": {**LLAMA, "num_attention_heads": 3}}, r"model.config: .*hidden size \(32\).*attention heads \(3\)"),
+        (
+            {"config": {**LLAMA, "num_key_value_heads": 3}},
+            r"num_key_value_heads: 3 does not divide num_attention_heads=4",
+        ),
+        (
+            {"config": {**LLAMA, "num_key_value_heads": 8}},
+            r"num_key_value_heads: 8 does not divide num_attention_heads=4",
+        ),
+        ({"config": {**LLAMA, "num_hidden_layers": 0}}, r"num_hidden_layers: 0 is less than 1"),
+        ({"config": {**LLAMA, "hidden_size": "32"}}, r"model.config: .*hidden_size.*expected int, got str"),
+        ({"config": {**LLAMA, "vocab_size": 100}}, r"100 vocabulary entries, the tokenizer has 257. Leave"),
+        (
+            {"type": "gpt2", "config": {"n_embd": 30, "n_head": 4}},
+            r"model.config: transformers cannot build it: .*30.*4",
+        ),
+        ({"type": "t5"}, r"model.config: transformers cannot build it"),
+        ({"pretrained": "/nothing/here"}, r"model.pretrained: '/nothing/here' cannot be loaded"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_by_key(work, monkeypatch, model, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        make(work, model)
+
+
+def test_a_pretrained_model_with_a_smaller_vocabulary_than_the_tokenizers_is_refused(work, tmp_path):
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 8, "n_head": 2, "n_layer": 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="100 vocabulary entries, the tokenizer has 257"):
+        make(work, {"pretrained": str(tmp_path / "model")})
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    assert make(work, {"pretrained": str(tmp_path / "model")}).facts["parameters"] > 0
+
+
+def test_a_refused_model_is_refused_again(work):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="num_key_value_heads"):
+            make(work, {"config": {**LLAMA, "num_key_value_heads": 3}})
+
+
+@pytest.mark.parametrize("key", ["sources", "validation_sources"])
+def test_a_missing_source_is_refused_by_key(work, tmp_path, key):
+    with pytest.raises(DataError, match=rf"data.{key}\[0\]: nothing is at"):
+        make(work, data={key: [str(tmp_path / "missing.txt")]})
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_by_key(work, tmp_path):
+    with pytest.raises(ConfigError, match=r"data.tokenizer.path: .*cannot be loaded"):
+        make(work, data={"tokenizer": str(tmp_path / "none")})
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_both_sizes(work):
+    with pytest.raises(
+        ConfigError, match=r"need [\d.]+ GiB on 1 ranks, and [\d.]+ GiB are there. Raise train.zero_stage"
+    ):
+        make(work, {"config": HUGE})
+
+
+def test_a_disk_too_small_is_refused_with_both_sizes_and_a_remedy(work):
+    with pytest.raises(
+        MachineError, match=r"home: .* need about .* GiB and .* GiB are free.*lower train.checkpoint.keep"
+    ):
+        make(work, train={"steps": 1, "checkpoint": {"keep": 10**9}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an accelerator has fp16")
+def test_fp16_without_an_accelerator_is_refused(work):
+    with pytest.raises(ConfigError, match=r"train.precision: fp16 needs an accelerator; use fp32, bf16 or auto"):
+        make(work, train={"steps": 1, "precision": "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "bytes_a_parameter"),
+    [(0, 1, 16), (0, 8, 16), (1, 8, 9), (2, 8, 5.5), (3, 8, 2), (3, 1, 16)],
+)
+def test_memory_a_rank_follows_table_1_of_the_zero_paper(stage, ranks, bytes_a_parameter):
+    assert memory_a_rank(1000, stage, ranks) == bytes_a_parameter * 1000
+
+
+# --- the work directory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["file/home", "file"])
+def test_a_work_directory_that_cannot_be_made_is_refused_with_its_remedy(tmp_path, monkeypatch, home):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FORGELINE_HOME", str(tmp_path / home))
+    with pytest.raises(MachineError, match=f"{tmp_path / home}: cannot be written .*Set FORGELINE_HOME"):
+        Home.locate()
+
+
+def test_a_work_directory_on_a_read_only_disk_is_refused_with_its_remedy(tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        for home in (disk, disk / "home"):
+            monkeypatch.setenv("FORGELINE_HOME", str(home))
+            with pytest.raises(MachineError, match=f"{home}: cannot be written .*Set FORGELINE_HOME"):
+                Home.locate()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_work_directory_is_made_and_means_the_same_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORGELINE_HOME", "some/where")
+    home = Home.locate()
+    assert home.path == tmp_path / "some" / "where"
+    assert list(home.path.iterdir()) == []
+    monkeypatch.delenv("FORGELINE_HOME")
+    assert Home.locate().path == tmp_path / ".forgeline"
+    os.chdir("/")
+    assert home.directory("shards", "x") == Path(tmp_path / "some/where/shards/x")
+
+
+def test_the_tracking_store_is_the_homes_unless_the_environment_names_one(work, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert work.tracking_uri == f"sqlite:///{work.path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    assert work.tracking_uri == "http://127.0.0.1:1"
