@@ -44,6 +44,11 @@ watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _to_log = log_every(30.0)
 
 
+def current_watcher() -> Watcher:
+    """Who is told in this context, for work that goes on in another thread."""
+    return watcher.get() or _to_log
+
+
 def report(progress: Progress) -> None:
     """Tell the watcher."""
-    (watcher.get() or _to_log)(progress)
+    current_watcher()(progress)

@@ -11,7 +11,7 @@ from prefect import task
 from pydantic import model_validator
 
 from tasks.home import Home
-from tasks.progress import Progress, report
+from tasks.progress import Progress, Watcher, current_watcher
 from tasks.sources import Document, SourceFile, read_documents
 from tasks.stage import Reference, build_once, shown, timed
 from trainer.errors import ConfigError, DataError
@@ -83,7 +83,7 @@ def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files:
     return Reference(path=path, fingerprint=name, cached=cached)
 
 
-def _documents(files: list[SourceFile], text_field: str, limit: int) -> Iterator[str]:
+def _documents(files: list[SourceFile], text_field: str, limit: int, watch: Watcher) -> Iterator[str]:
     """The documents' texts, thinned out evenly by their hash to about ``limit`` bytes."""
     share = min(1.0, limit / max(1, sum(file.size for file in files)))
     taken = 0
@@ -92,7 +92,7 @@ def _documents(files: list[SourceFile], text_field: str, limit: int) -> Iterator
             if isinstance(item, Document) and text_share(item.text, "tokenizer") < share and taken < 2 * limit:
                 taken += len(item.text)
                 yield item.text
-        report(Progress("tokenizer", number + 1, len(files), "files"))
+        watch(Progress("tokenizer", number + 1, len(files), "files"))
 
 
 def text_share(text: str, purpose: str) -> float:
@@ -113,7 +113,7 @@ def _bpe(config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> A
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_documents(files, text_field, config.training_bytes), trainer)
+    tokenizer.train_from_iterator(_documents(files, text_field, config.training_bytes, current_watcher()), trainer)
     size = tokenizer.get_vocab_size()
     if size < config.vocabulary_size:
         raise ConfigError(
