@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace) -> int:
     from flows.display import display
 
     with display(options.json) as show:
-        config, overrides = _load(options)
+        _, overrides = _load(options)
         show.starting()
         from flows.train import train
 
@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(summary.model_dump_json())
     else:
-        show.summary(summary, config.model_name)
+        show.summary(summary)
     return 0
 
 

@@ -3,11 +3,13 @@
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -107,14 +109,14 @@ class Display:
             details=escape(progress.details),
         )
 
-    def summary(self, summary: Any, model_name: str) -> None:
+    def summary(self, summary: Any) -> None:
         """Print what a finished run did and made."""
         stages = Table("stage", "state", "seconds", title=f"{summary.name}", title_justify="left")
         for stage in summary.stages:
             stages.add_row(stage.name, stage.state, f"{stage.seconds:,.1f}")
         metrics = Table("metric", "value")
         for key, value in summary.metrics.items():
-            metrics.add_row(key, f"{value:,.4f}" if value < 1000 else f"{value:,.0f}")
+            metrics.add_row(key, f"{value:,.0f}" if value >= 1000 or value.is_integer() else f"{value:,.4f}")
         model = summary.model
         out = self.console.print
         out(stages)
@@ -122,11 +124,16 @@ class Display:
         out(f"sample: {summary.sample!r}", markup=False, highlight=False, soft_wrap=True)
         out(f"registered: {model.name} version {model.version} ({', '.join(model.aliases) or 'no alias'})")
         out(f"export:     {summary.export_dir}", soft_wrap=True)
+        # as it can be typed here, whether or not the environment is activated
+        programs = "" if shutil.which("forgeline") else f"{os.path.relpath(Path(sys.executable).parent)}/"
         out("\nlook at it:")
-        out(f"  forgeline generate models:/{model.name}/{model.version} --prompt 'TEXT'", soft_wrap=True)
-        out(f"  forgeline why models:/{model.name}/{model.version}", soft_wrap=True)
-        out(f"  mlflow ui --backend-store-uri {summary.tracking_uri}", soft_wrap=True)
-        out("  prefect server start     (or both, with a worker: make up)")
+        for command in (
+            f"forgeline generate models:/{model.name}/{model.version} --prompt 'TEXT'",
+            f"forgeline why models:/{model.name}/{model.version}",
+            f"mlflow ui --backend-store-uri {summary.tracking_uri}",
+            "prefect server start     (or both, with a worker: make up)",
+        ):
+            out(f"  {programs}{command}", soft_wrap=True, highlight=False)
 
 
 def _start_server() -> threading.Thread:
