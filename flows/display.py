@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -142,6 +143,8 @@ def _start_server() -> threading.Thread:
     def start() -> None:
         from prefect.server.api.server import SubprocessASGIServer
 
+        # Ctrl-C reaches every process of the terminal; the server, which inherits this, has to hear of the run's end
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         SubprocessASGIServer().start()
 
     thread = threading.Thread(target=start, name="prefect-server", daemon=True)

@@ -15,7 +15,7 @@ from tasks.tokenize import DataConfig
 from trainer.config import ModelConfig, TrainConfig, TrainerInput
 from trainer.data.shards import ShardSet
 from trainer.durable import exclusive, explained, faults, write_file
-from trainer.errors import ConfigError, IncompleteRunError, OutOfMemoryError
+from trainer.errors import ConfigError, IncompleteRunError, OutOfMemoryError, PreemptedError
 from trainer.launcher import launch
 from trainer.settings import fingerprint
 from trainer.tracking import Forwarder, read_tracking
@@ -130,6 +130,9 @@ def train(
                 raise IncompleteRunError(f"{run_dir}: training ended without a result. Logs: {run_dir / 'logs'}")
             reference = _reference(run_dir, export_dir, run, steps, result, cached=False)
             status = "FINISHED"
+        except (KeyboardInterrupt, PreemptedError):
+            status = "KILLED"
+            raise
         finally:
             if forwarder.stop(status) is None:
                 logger.warning("MLflow at %s cannot be reached: %s", home.tracking_uri, forwarder.last_error)

@@ -1,7 +1,11 @@
 """The whole line through the command line: real Prefect, real MLflow on SQLite, real torchrun and DeepSpeed."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import pytest
 
 from tasks.home import Home
-from tests.conftest import TrainedHome
+from tests.conftest import REPOSITORY, TrainedHome, eventually
 
 RESULT_KEYS = {
     "name",
@@ -246,3 +250,28 @@ def test_help_answers_without_loading_anything_heavy(run_cli: Callable[..., Any]
     assert done.returncode == 0
     for command in ("run", "plan", "data", "why", "generate", "config", "up"):
         assert command in done.stdout
+
+
+def test_ctrl_c_ends_a_run_and_its_temporary_server_cleanly_and_it_goes_on_afterwards(
+    tiny_config: Callable[..., Path], home: Home, tmp_path: Path
+) -> None:
+    config = tiny_config({"train.steps": 100_000})
+    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    environment |= {"PREFECT_HOME": str(tmp_path / "prefect"), "FORGELINE_HOME": str(home.path)}
+    command = [sys.executable, "-m", "flows", "run", str(config)]
+    running = subprocess.Popen(
+        command, env=environment, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+    def steps_done() -> int:
+        return max((json.loads(p.read_text())["step"] for p in home.path.glob("runs/*/heartbeat.json")), default=0)
+
+    eventually(lambda: steps_done() > 5, "the sixth step", 120)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted; the same command goes on from here"
+    assert "Traceback" not in errors
+    assert list(home.path.glob("runs/*/checkpoints/step-*"))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(running.pid, 0)  # the server is gone as well
