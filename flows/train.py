@@ -1,9 +1,11 @@
 """The flow `train`: raw text in, a registered, evaluated model out."""
 
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from prefect import flow
+from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.config import RunConfig, load_config
@@ -24,7 +26,13 @@ Overrides = Annotated[
 Name = Annotated[str | None, Field(description="Another name for the run.")]
 
 
-@flow(name="train", flow_run_name="train-{preset}", description="Text in, registered model out.", log_prints=False)
+def run_name() -> str:
+    """The name of a flow run in Prefect: the flow's, and the run's name or the preset's."""
+    parameters = flow_run.parameters
+    return f"{flow_run.flow_name}-{parameters['name'] or PurePath(parameters['preset']).stem}"
+
+
+@flow(name="train", flow_run_name=run_name, description="Text in, registered model out.", log_prints=False)
 def train(preset: Preset = "quickstart", overrides: Overrides = {}, name: Name = None) -> Summary:  # noqa: B006
     """Run the whole line; what is already done is shown as Cached."""
     config = load_config(preset, overrides, name)

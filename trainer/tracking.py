@@ -4,6 +4,7 @@ Training never waits for it. The offset of what has arrived is kept in `tracking
 server that was slow, down or restarted ends up with every record once.
 """
 
+import getpass
 import json
 import os
 import threading
@@ -36,7 +37,8 @@ def experiment_of(client: Any, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return client.create_experiment(name, artifact_location=artifact_root(client.tracking_uri))
+            kind = {"mlflow.experimentKind": "custom_model_development"}  # the UI opens with the view for training
+            return client.create_experiment(name, artifact_location=artifact_root(client.tracking_uri), tags=kind)
         except MlflowException:  # somebody else created it in between
             found = client.get_experiment_by_name(name)
     return found.experiment_id
@@ -121,7 +123,12 @@ class Forwarder(threading.Thread):
     def _create_run(self, client: Any) -> str:
         from mlflow.entities import Param
 
-        tags = {**self._tags, "forgeline.run": self._fingerprint}
+        tags = {
+            **self._tags,
+            "forgeline.run": self._fingerprint,
+            "mlflow.user": getpass.getuser(),
+            "mlflow.source.name": "forgeline",
+        }
         run = client.create_run(experiment_of(client, self._experiment), tags=tags, run_name=self._name)
         parameters = [Param(key, value[:6000]) for key, value in self._parameters.items()]
         for first in range(0, len(parameters), 100):
