@@ -3,11 +3,12 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 75
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,13 +17,14 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "forgeline")  # the run's page shows what its stages log
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         print("interrupted; the same command goes on from here", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return EXIT_TERMINATED if isinstance(interruption, _Terminated) else EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
@@ -81,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="an export directory, models:/NAME@ALIAS or models:/NAME/VERSION"
     )
     generate.add_argument("--prompt", required=True, metavar="TEXT")
-    generate.add_argument("--tokens", type=int, default=100, help="most tokens to add (default 100)")
+    generate.add_argument("--tokens", type=_positive, default=100, help="most tokens to add (default 100)")
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default 0.8)")
     generate.add_argument("--seed", type=int, default=0)
     config = command("config", _config, "print every configuration key with its default, unit and meaning")
@@ -90,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--prefect-port", type=int, default=4200, help="port of the Prefect server (default 4200)")
     up.add_argument("--mlflow-port", type=int, default=5000, help="port of the MLflow server (default 5000)")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -122,7 +130,11 @@ def _run(options: argparse.Namespace) -> int:
 
     with display(options.json) as show:
         _, overrides = _load(options)
-        show.starting()
+        from tasks.home import Home
+        from tasks.services import ensure_prefect_server
+
+        ensure_prefect_server(Home.locate(), meanwhile=_import_what_a_run_needs)
+        signal.signal(signal.SIGTERM, _terminate)
         from flows.train import train
 
         summary = train(options.config, overrides, options.name)
@@ -131,6 +143,20 @@ def _run(options: argparse.Namespace) -> int:
     else:
         show.summary(summary)
     return 0
+
+
+def _import_what_a_run_needs() -> None:
+    import mlflow  # noqa: F401  # needed at the end of every run
+
+    import flows.train  # noqa: F401
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run as Ctrl-C does, with an exit code of its own."""
+
+
+def _terminate(*_: Any) -> None:
+    raise _Terminated
 
 
 def _plan(options: argparse.Namespace) -> int:

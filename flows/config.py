@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class RetryConfig(Settings):
 class RunConfig(Settings):
     """One run, from text to registered model."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """The run's name: its directories, its MLflow experiment, and by default its registered model."""
     data: DataConfig
     """The text, and how it becomes training sequences."""
@@ -90,7 +91,7 @@ def load_config(preset: str, overrides: dict[str, Any] | None = None, name: str 
     origin = _Origin(path, lines, {tuple(key.split(".")): "--set" for key in overrides or {}})
     for key, value in (overrides or {}).items():
         _set(content, key, value)
-    if name:
+    if name is not None:
         content["name"], origin.overridden["name",] = name, "--name"
     _refuse_unplain(content, (), origin)
     try:
@@ -117,8 +118,10 @@ class _Origin:
 
 def _locate(preset: str) -> Path:
     for path in (Path(preset), PRESETS / f"{preset}.yaml"):
-        if path.is_file():
+        if os.path.isfile(path):  # no exception for a name that is too long
             return path
+    if os.path.exists(preset):
+        raise ConfigError(f"{preset}: is not a file of YAML.")
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     close = difflib.get_close_matches(preset, names, 1)
     hint = f"Did you mean {close[0]}?" if close else f"Presets: {', '.join(names)}."

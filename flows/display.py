@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -76,22 +75,6 @@ class Display:
         self._log = log_every(5.0)
         self._lock = threading.Lock()
 
-    def starting(self) -> None:
-        """Start what the run needs, saying so first: without a Prefect server, a temporary one."""
-        from prefect.settings import PREFECT_API_URL
-
-        if PREFECT_API_URL.value():
-            return
-        logging.getLogger("forgeline").info("starting a temporary Prefect server (a few seconds; `make up` keeps one)")
-        starter = _start_server()
-        import flows.train
-        import trainer.tracking
-
-        with contextlib.suppress(ImportError):
-            import mlflow  # noqa: F401  # needed at the end of every run; loads while the server starts
-        del flows, trainer
-        starter.join()
-
     def watch(self, progress: Progress) -> None:
         """Show a stage's progress."""
         if not self.live:
@@ -135,21 +118,6 @@ class Display:
             "prefect server start     (or both, with a worker: make up)",
         ):
             out(f"  {programs}{command}", soft_wrap=True, highlight=False)
-
-
-def _start_server() -> threading.Thread:
-    """Start Prefect's temporary server in the background; the flow then finds it running."""
-
-    def start() -> None:
-        from prefect.server.api.server import SubprocessASGIServer
-
-        # Ctrl-C reaches every process of the terminal; the server, which inherits this, has to hear of the run's end
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        SubprocessASGIServer().start()
-
-    thread = threading.Thread(target=start, name="prefect-server", daemon=True)
-    thread.start()
-    return thread
 
 
 def plan_table(name: str, facts: dict[str, Any]) -> None:

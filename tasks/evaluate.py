@@ -1,6 +1,5 @@
 """The evaluate stage: scores the export on the held-out text and lets it write a sample."""
 
-import json
 import logging
 import os
 import time
@@ -13,9 +12,9 @@ from tasks.home import Home
 from tasks.progress import Progress, report
 from tasks.stage import Reference, shown, timed
 from tasks.train import Trained
-from trainer.durable import write_json
+from trainer.durable import exclusive, read_record, write_record
 from trainer.settings import OPERATIONAL, Settings, fingerprint
-from trainer.tracking import log_once
+from trainer.tracking import log_once, reachable
 
 logger = logging.getLogger("forgeline")
 
@@ -64,15 +63,17 @@ def evaluate(
         shards=shards.fingerprint,
     )
     file = trained.path / f"evaluation-{name}.json"
-    result = _read(file)
-    cached = result is not None and result["tracked_by"] == home.tracking_uri
-    if result is None:
-        result = _evaluate(config, sequence_length, trained, shards)
-        write_json(file, result)
-    if not cached:
-        log_once(home.tracking_uri, trained.mlflow_run_id, result["metrics"], trained.steps, result["time"])
-        result["tracked_by"] = home.tracking_uri
-        write_json(file, result)
+    with exclusive(home.lock("evaluations", name)):
+        result = read_record(file)
+        cached = result is not None and result["tracked_by"] == trained.mlflow_run_id
+        if result is None:
+            result = _evaluate(config, sequence_length, trained, shards)
+            write_record(file, result)
+        if not cached:
+            with reachable(home.tracking_uri):
+                log_once(home.tracking_uri, trained.mlflow_run_id, result["metrics"], trained.steps, result["time"])
+            result["tracked_by"] = trained.mlflow_run_id
+            write_record(file, result)
     return Evaluated(
         path=file,
         fingerprint=name,
@@ -81,13 +82,6 @@ def evaluate(
         sample=result["sample"],
         validation=result["validation"],
     )
-
-
-def _read(file: Any) -> dict[str, Any] | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _evaluate(config: EvaluateConfig, sequence_length: int, trained: Trained, shards: Reference) -> dict[str, Any]:

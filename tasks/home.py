@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.durable import explained, hash_file
+from trainer.durable import MANIFEST, explained, hash_file
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Home:
         Raises:
             MachineError: it cannot be written.
         """
-        path = Path(os.environ.get("FORGELINE_HOME") or ".forgeline").absolute()
+        path = Path(os.path.abspath(os.environ.get("FORGELINE_HOME") or ".forgeline"))
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
             probe = path / f".writable.{os.getpid()}"
@@ -48,6 +48,29 @@ class Home:
     def hashes(self) -> "FileHashes":
         """What is remembered about files that were read before."""
         return FileHashes(self.path / "file-hashes.sqlite")
+
+
+def content_of(home: Home, name: str, beginnings: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """What identifies a model or tokenizer named by a directory, a file, or a hub name.
+
+    Args:
+        beginnings: of a directory, only files whose names begin with one of these count.
+
+    Returns:
+        The content hash of each file; for a hub name its commit, where the hub answers.
+    """
+    path = Path(name)
+    if path.exists():
+        hashes = home.hashes()
+        inside = [] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file() and p.name != MANIFEST)
+        files = [path] if path.is_file() else [p for p in inside if p.name.startswith(beginnings)]
+        return {file.name: hashes(file) for file in files}
+    from huggingface_hub import HfApi
+
+    try:
+        return {name: HfApi().model_info(name, timeout=30).sha or ""}
+    except Exception:  # offline: a copy in the hub's cache may still do, and has one name only
+        return {name: ""}
 
 
 class FileHashes:

@@ -1,6 +1,5 @@
 """The plan stage: checks everything that can be checked before compute is spent, and says what it will cost."""
 
-import json
 import math
 import os
 import shutil
@@ -17,7 +16,7 @@ from tasks.tokenize import DataConfig, sources_fingerprint
 from tasks.tokenizer import TokenizerConfig
 from tasks.train import planned_steps
 from trainer.config import ModelConfig, TrainConfig
-from trainer.durable import write_json
+from trainer.durable import read_record, write_record
 from trainer.errors import ConfigError, MachineError
 from trainer.settings import fingerprint
 
@@ -108,10 +107,8 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
         ranks=train.ranks,
     )
     file = home.directory("plans", f"{name}.json")
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        pass
+    if remembered := read_record(file):
+        return remembered
     from trainer.model import count_parameters, model_configuration
 
     settings = model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length)
@@ -122,7 +119,7 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
         "memory_bytes_a_rank": memory_a_rank(parameters, train.zero_stage, train.ranks),
         "flops_a_second": _matrix_product_rate() * _UTILISATION,
     }
-    write_json(file, facts)
+    write_record(file, facts)
     return facts
 
 

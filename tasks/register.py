@@ -4,16 +4,18 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import task
+from pydantic import Field
 
 from tasks.evaluate import Evaluated
 from tasks.home import Home
 from tasks.stage import Reference, shown, timed
 from tasks.train import Trained
-from trainer.settings import Settings
-from trainer.tracking import mlflow_client
+from trainer.durable import exclusive
+from trainer.settings import Settings, fingerprint
+from trainer.tracking import mlflow_client, reachable
 
 logger = logging.getLogger("forgeline")
 
@@ -24,7 +26,7 @@ CHAMPION, CHALLENGER = "champion", "challenger"
 class RegisterConfig(Settings):
     """The model registry."""
 
-    name: str | None = None
+    name: Annotated[str | None, Field(pattern=r"^[^/:'\"`]+$", max_length=200)] = None
     """Registered model that gets the new version. Unset: the run's name."""
 
 
@@ -45,6 +47,14 @@ def register(
     It becomes `champion` where there is none, or where its bits per byte are lower than the
     champion's; otherwise `challenger`.
     """
+    lock = home.lock("models", fingerprint("model", 1, name=name))
+    with exclusive(lock), reachable(home.tracking_uri):
+        return _register(home, name, trained, evaluated, tokenizer, sources)
+
+
+def _register(
+    home: Home, name: str, trained: Trained, evaluated: Evaluated, tokenizer: Reference, sources: str
+) -> Registered:
     client = mlflow_client(home.tracking_uri)
     version = _find_version(client, name, trained.fingerprint)
     cached = version is not None
@@ -84,9 +94,16 @@ def champion_of(client: Any, name: str) -> Any:
 
 
 def _find_version(client: Any, name: str, run: str) -> str | None:
-    """The version made from this run, if there is one."""
+    """The newest version made from this run whose files are there, if there is one."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
     found = client.search_model_versions(f"name = '{name}' and tag.`forgeline.run` = '{run}'")
-    return found[0].version if found else None
+    for version in found:
+        kept = local_file_uri_to_path(client.get_model_version_download_uri(name, version.version))
+        if "://" in kept or Path(kept, "MLmodel").is_file():
+            return version.version
+        logger.warning("%s version %s: its files are gone; registering the run again", name, version.version)
+    return None
 
 
 def _create_version(home: Home, client: Any, name: str, trained: Trained, tags: dict[str, str]) -> str:

@@ -1,12 +1,15 @@
 """`forgeline up`: a Prefect server, an MLflow server and a worker on this machine, for as long as it runs."""
 
+import atexit
 import contextlib
+import logging
 import os
 import shutil
 import signal
 import socket
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException
@@ -18,6 +21,8 @@ from trainer.durable import explained
 from trainer.errors import ForgelineError, MachineError
 from trainer.processes import start_guarded
 from trainer.tracking import artifact_root
+
+logger = logging.getLogger("forgeline")
 
 HOST = "127.0.0.1"
 POOL = "forgeline"
@@ -231,6 +236,59 @@ def _check_ports(ports: dict[str, int]) -> None:
             except (OSError, OverflowError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "there is no such port"
                 raise MachineError(f"port {port} cannot be used ({reason}). Choose another: {option} PORT.") from None
+
+
+def ensure_prefect_server(home: Home, meanwhile: Callable[[], None]) -> None:
+    """Have a Prefect API for this process: the one that is configured, or a temporary server until it ends.
+
+    The temporary one is out of reach of the terminal's Ctrl-C, and ends with this process however that ends.
+
+    Args:
+        meanwhile: called while the server starts.
+
+    Raises:
+        MachineError: the configured API does not answer, or the temporary server would not start.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import PREFECT_API_URL
+
+    if configured := PREFECT_API_URL.value():
+        if not _listens(configured):
+            raise MachineError(
+                f"PREFECT_API_URL={configured}: no Prefect server answers there. Start it, or unset the variable (or "
+                "the profile's setting) to have a temporary one started."
+            )
+        return
+    logger.info("starting a temporary Prefect server (a few seconds; `make up` keeps one)")
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    log = home.directory("logs", "temporary-prefect-server.log")
+    command = [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--host", HOST, "--port", str(port)]
+    with explained(log), open(log, "wb") as output:
+        server = start_guarded(command, _SERVER_GRACE, dict(os.environ), output)
+    # Prefect's own threads send what is left before handlers of this kind run
+    atexit.register(server.wait)
+    atexit.register(server.terminate)
+    meanwhile()
+    deadline = time.monotonic() + _START_SECONDS
+    while not _answers(f"http://{HOST}:{port}/api/health"):
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise MachineError(f"the temporary Prefect server did not start. Its log: {log}")
+        time.sleep(0.05)
+    os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
+    refresh_global_settings_context()
+
+
+def _listens(url: str) -> bool:
+    """Whether anything answers at a URL, be it a refusal."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError, HTTPException):
+        return False
 
 
 def _answers(url: str) -> bool:

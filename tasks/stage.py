@@ -86,7 +86,9 @@ def retry_condition(task: Any, task_run: Any, state: Any) -> bool:
     try:
         state.result()
     except Exception as error:
-        return may_retry(error)
+        if may_retry(error):
+            logger.warning("%s: %s", task.name, error)
+            return True
     return False
 
 

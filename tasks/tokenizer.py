@@ -10,7 +10,7 @@ from annotated_types import Ge
 from prefect import task
 from pydantic import model_validator
 
-from tasks.home import Home
+from tasks.home import Home, content_of
 from tasks.progress import Progress, Watcher, current_watcher
 from tasks.sources import Document, SourceFile, read_documents
 from tasks.stage import Reference, build_once, shown, timed
@@ -21,6 +21,7 @@ logger = logging.getLogger("forgeline")
 
 FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens")
 
 
 class TokenizerConfig(ShortSettings):
@@ -57,7 +58,9 @@ def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files:
         ConfigError: the vocabulary is larger than the text supports, or a pretrained one cannot be used.
     """
     trained_on = [] if config.type in ("byte", "pretrained") else [file.identity() for file in files]
-    content = _pretrained_identity(config) if config.type == "pretrained" else config.identity()
+    content = (
+        content_of(home, config.path or "", _TOKENIZER_FILES) if config.type == "pretrained" else config.identity()
+    )
     if config.type != "bpe":
         content = {key: value for key, value in content.items() if key not in ("vocabulary_size", "training_bytes")}
     name = fingerprint(
@@ -149,17 +152,6 @@ def _char(config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> 
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
-
-
-def _pretrained_identity(config: TokenizerConfig) -> dict[str, Any]:
-    """The content of a tokenizer on disk; the name of one on the hub."""
-    path = Path(config.path or "")
-    if path.is_file():
-        return {"content": hashlib.sha256(path.read_bytes()).hexdigest()}
-    if path.is_dir():
-        names = [name for name in ("tokenizer.json", "tokenizer_config.json") if (path / name).is_file()]
-        return {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names}
-    return {"hub": config.path}
 
 
 def load_pretrained(config: TokenizerConfig) -> Any:

@@ -1,24 +1,24 @@
 """The train stage: prepares a run directory, launches the trainer, and sees it to its planned end."""
 
-import json
 import logging
 import math
 from pathlib import Path
 from typing import Any
 
+import yaml
 from prefect import task
 
-from tasks.home import Home
+from tasks.home import Home, content_of
 from tasks.progress import Progress, report
 from tasks.stage import Reference, shown, timed
 from tasks.tokenize import DataConfig
 from trainer.config import ModelConfig, TrainConfig, TrainerInput
 from trainer.data.shards import ShardSet
-from trainer.durable import exclusive, explained, faults, write_file
-from trainer.errors import ConfigError, IncompleteRunError, OutOfMemoryError, PreemptedError
+from trainer.durable import exclusive, explained, faults, read_record, write_file
+from trainer.errors import ConfigError, IncompleteRunError, OutOfMemoryError, PreemptedError, TrackingUnreachableError
 from trainer.launcher import launch
 from trainer.settings import fingerprint
-from trainer.tracking import Forwarder, read_tracking
+from trainer.tracking import Forwarder, is_tracked, reachable, read_tracking
 
 logger = logging.getLogger("forgeline")
 
@@ -52,12 +52,12 @@ def planned_steps(train: TrainConfig, sequence_length: int, training_sequences: 
     return math.ceil(train.epochs * training_sequences / train.global_batch)
 
 
-def run_fingerprint(model: ModelConfig, train: TrainConfig, data: DataConfig, shards: str) -> str:
+def run_fingerprint(home: Home, model: ModelConfig, train: TrainConfig, data: DataConfig, shards: str) -> str:
     """Which run this is: everything that changes the weights that come out."""
     return fingerprint(
         "train",
         FORMAT_VERSION,
-        model=model.identity(),
+        model=model.identity() if model.pretrained is None else {"pretrained": content_of(home, model.pretrained)},
         train=train.identity(),
         sequence_length=data.sequence_length,
         weights=data.weights,
@@ -93,21 +93,21 @@ def train(
         IncompleteRunError: it ended with another number of steps than planned.
         ForgelineError: what the trainer reported.
     """
-    run = run_fingerprint(model, config, data, shards.fingerprint)
+    run = run_fingerprint(home, model, config, data, shards.fingerprint)
     run_dir = run_directory(home, name, run)
     export_dir = home.directory("exports", f"{name}-{run}")
     shard_set = ShardSet.open(shards.path)
     sequences = max(0, shard_set.total("train", "tokens") - 1) // data.sequence_length
     steps = planned_steps(config, data.sequence_length, sequences)
-    with exclusive(home.lock("runs", run_dir.name), lambda: logger.info("%s: waiting for another run of it", run_dir)):
+    with exclusive(
+        home.lock("runs", run_dir.name), lambda: logger.info("%s: waiting for another run of it", run_dir)
+    ) as lock:
         result = _finished(run_dir, export_dir, home)
-        if result:
-            return _reference(run_dir, export_dir, run, steps, result, cached=True)
+        with reachable(home.tracking_uri):
+            if result and is_tracked(run_dir, home.tracking_uri):
+                return _reference(run_dir, export_dir, run, steps, result, cached=True)
         with explained(run_dir):
             run_dir.mkdir(exist_ok=True)
-        settings = _trainer_input(
-            run_dir, name, run, export_dir, model, config, data, tokenizer, shards, steps, sources
-        )
         forwarder = Forwarder(
             run_dir,
             home.tracking_uri,
@@ -124,28 +124,36 @@ def train(
         forwarder.start()
         status = "FAILED"
         try:
-            _launch_until_it_fits(settings)
-            result = _finished(run_dir, export_dir, home)
+            cached = result is not None  # then only MLflow lacks it
+            if not result:
+                settings = _trainer_input(
+                    run_dir, name, run, export_dir, model, config, data, tokenizer, shards, steps, sources
+                )
+                _launch_until_it_fits(settings, lock)
+                result = _finished(run_dir, export_dir, home)
             if not result:
                 raise IncompleteRunError(f"{run_dir}: training ended without a result. Logs: {run_dir / 'logs'}")
-            reference = _reference(run_dir, export_dir, run, steps, result, cached=False)
+            reference = _reference(run_dir, export_dir, run, steps, result, cached)
             status = "FINISHED"
         except (KeyboardInterrupt, PreemptedError):
             status = "KILLED"
             raise
         finally:
-            if forwarder.stop(status) is None:
+            run_id = forwarder.stop(status)
+            if run_id is None:
                 logger.warning("MLflow at %s cannot be reached: %s", home.tracking_uri, forwarder.last_error)
-        return reference.model_copy(update={"mlflow_run_id": read_tracking(run_dir).get("run_id", "")})
+        if run_id is None:
+            raise TrackingUnreachableError(
+                f"{run_dir}: training is finished, and MLflow at {home.tracking_uri} cannot be reached "
+                f"({str(forwarder.last_error).splitlines()[0]}). Start it; the same command then goes on from here."
+            )
+        return reference.model_copy(update={"mlflow_run_id": run_id})
 
 
 def _finished(run_dir: Path, export_dir: Path, home: Home) -> dict[str, Any] | None:
     """The result of a training whose export is whole; None where there is something left to do."""
-    try:
-        result = json.loads((run_dir / "result.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if faults(export_dir, home.hashes()) else result
+    result = read_record(run_dir / "result.json")
+    return None if result is None or faults(export_dir, home.hashes()) else result
 
 
 def _reference(run_dir: Path, export_dir: Path, run: str, steps: int, result: dict[str, Any], cached: bool) -> Trained:
@@ -185,8 +193,8 @@ def _trainer_input(
     share = config.global_batch // config.ranks
     micro_batch = config.micro_batch or share
     precision: Any = config.precision
-    if file.exists():
-        earlier = TrainerInput.read(file)
+    earlier = _earlier(file)
+    if earlier:
         precision = earlier.precision
         if earlier.micro_batch < micro_batch and share % earlier.micro_batch == 0:
             micro_batch = earlier.micro_batch
@@ -216,6 +224,14 @@ def _trainer_input(
     return settings
 
 
+def _earlier(file: Path) -> TrainerInput | None:
+    """The input of an earlier attempt, where there is one that can be read."""
+    try:
+        return TrainerInput.read(file)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+
+
 def _measured_precision(model: ModelConfig, sequence_length: int, tokenizer_dir: Path) -> str:
     import torch
 
@@ -225,7 +241,7 @@ def _measured_precision(model: ModelConfig, sequence_length: int, tokenizer_dir:
     return pick_precision(model, load_tokenizer(tokenizer_dir), sequence_length, device)
 
 
-def _launch_until_it_fits(settings: TrainerInput) -> None:
+def _launch_until_it_fits(settings: TrainerInput, lock: int) -> None:
     """Launch; while memory runs out, halve the micro-batch (the global batch and its order stay) and go on."""
 
     def watch(heartbeat: dict[str, Any] | None) -> None:
@@ -238,7 +254,7 @@ def _launch_until_it_fits(settings: TrainerInput) -> None:
 
     while True:
         try:
-            return launch(settings, watch)
+            return launch(settings, watch, lock)
         except OutOfMemoryError as error:
             if settings.micro_batch % 2:
                 raise ConfigError(

@@ -14,6 +14,7 @@ import pytest
 
 from tasks.home import Home
 from tests.conftest import REPOSITORY, TrainedHome, eventually
+from trainer.durable import read_record, write_record
 
 RESULT_KEYS = {
     "name",
@@ -90,7 +91,7 @@ def test_the_export_loads_with_transformers_and_scores_as_evaluated(trained: dic
 def test_the_registered_model_loads_with_mlflow(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", trained["tracking_uri"])  # which MLflow itself sets for good
     mlflow.set_tracking_uri(trained["tracking_uri"])
     pipeline = mlflow.transformers.load_model(f"models:/{trained['model']['name']}@champion")
     assert pipeline("import", max_new_tokens=5)[0]["generated_text"].startswith("import")
@@ -208,13 +209,18 @@ def test_a_users_mistake_is_one_message_without_a_traceback_and_exit_code_2(
         "model.config.hidden_sise=3": "Did you mean hidden_size?",
         "data.tokenizer={type: bpe, vocabulary_size: 100000}": "more than the text allows",
         "data.text_field": "write it as section.key=value",
+        "register.name=a/b": "register.name",
+        "train.seed=99999999999999999999999": "train.seed",
+        "train.deepspeed={gradient_accumulation_steps: 4}": "gradient_accumulation_steps cannot be set here",
+        "train.deepspeed={zero_optimization: {overlap_comm: 7.5}}": "train.deepspeed: refused by DeepSpeed",
+        "model.config.max_position_embeddings=8": "more than the model's context of 8",
     }
     for setting, expected in mistakes.items():
         done = run_cli("run", str(config), "--set", setting, home=home)
         assert done.returncode == 2, (setting, done.stderr)
         assert expected in done.stderr, setting
         assert "Traceback" not in done.stderr + done.stdout, setting
-    for kind in ("tokenizers", "shards", "runs", "exports"):
+    for kind in ("tokenizers", "shards", "exports"):
         leftovers = [path.name for path in (home.path / kind).glob(".*")] if (home.path / kind).exists() else []
         assert leftovers == []
 
@@ -238,8 +244,7 @@ def test_a_run_with_other_steps_than_planned_is_not_registered(
     home = Home(tmp_path / "home")
     shutil.copytree(trained_home.home.path, home.path)
     for result_file in home.path.glob("runs/*/result.json"):
-        result = json.loads(result_file.read_text())
-        result_file.write_text(json.dumps({**result, "steps": 19}))
+        write_record(result_file, {**(read_record(result_file) or {}), "steps": 19})
     done = run_cli("run", str(tiny_config()), "--json", home=home)
     assert done.returncode == 1
     assert "19 steps were done and 20 were planned" in done.stderr
@@ -275,3 +280,71 @@ def test_ctrl_c_ends_a_run_and_its_temporary_server_cleanly_and_it_goes_on_after
     assert list(home.path.glob("runs/*/checkpoints/step-*"))
     with pytest.raises(ProcessLookupError):
         os.killpg(running.pid, 0)  # the server is gone as well
+
+
+def test_a_run_whose_mlflow_store_is_lost_or_unreachable_is_completed_in_the_next_one(
+    trained_home: TrainedHome, run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    home = Home(tmp_path / "home")
+    shutil.copytree(trained_home.home.path, home.path)
+    (home.path / "mlflow.db").unlink()
+    command = ("run", str(trained_home.config), "--json", "--set", "retry.limit=0")
+    nobody = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    refused = run_cli(*command, home=home, env=nobody)
+    assert refused.returncode == 1
+    assert "MLflow at http://127.0.0.1:9 cannot be reached" in refused.stderr and "Traceback" not in refused.stderr
+    done = run_cli(*command, home=home)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["metrics"]["eval/loss"] == trained_home.result["metrics"]["eval/loss"]
+    assert result["model"]["aliases"] == ["champion"]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(result["tracking_uri"])
+    assert len(client.get_metric_history(result["mlflow_run_id"], "train/loss")) == 10
+    assert client.get_run(result["mlflow_run_id"]).data.metrics["eval/loss"] == result["metrics"]["eval/loss"]
+
+
+def test_damaged_records_of_a_finished_run_are_never_trusted(
+    trained_home: TrainedHome, run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    home = Home(tmp_path / "home")
+    shutil.copytree(trained_home.home.path, home.path)
+    run_dir = next(home.path.glob("runs/*"))
+    for file in ("evaluation-*.json", "tracking.json", "result.json"):
+        path = next(run_dir.glob(file))
+        path.write_text(path.read_text().replace("e", "f", 1))
+    shutil.rmtree(next(home.path.glob("exports/*")))
+    with open(run_dir / "metrics.jsonl", "a") as journal:
+        journal.write("garbage\n")
+    shutil.rmtree(home.path / "mlartifacts", ignore_errors=True)
+    done = run_cli("run", str(trained_home.config), "--json", home=home)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["eval/loss"] == trained_home.result["metrics"]["eval/loss"]
+
+
+def test_other_weights_under_the_same_path_are_another_run(
+    trained: dict[str, Any], run_cli: Callable[..., Any], tiny_config: Callable[..., Path], home: Home, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    origin = tmp_path / "origin"
+    shutil.copytree(trained["export_dir"], origin)
+    config = tiny_config({"model": {"pretrained": str(origin)}, "train.steps": 2, "data.tokenizer": str(origin)})
+    first = json.loads(run_cli("run", config, "--json", home=home).stdout)
+    model = AutoModelForCausalLM.from_pretrained(origin)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    model.save_pretrained(origin)
+    second = json.loads(run_cli("run", config, "--json", home=home).stdout)
+    assert second["run_dir"] != first["run_dir"]
+    assert states(second) == {**dict.fromkeys(STAGES, "ran"), "tokenizer": "cached", "tokenize": "cached"}
+
+
+def test_a_prefect_api_that_does_not_answer_is_named(
+    run_cli: Callable[..., Any], tiny_config: Callable[..., Path], home: Home
+) -> None:
+    done = run_cli("run", str(tiny_config()), home=home, env={"PREFECT_API_URL": "http://127.0.0.1:9/api"})
+    assert done.returncode == 2
+    assert "PREFECT_API_URL=http://127.0.0.1:9/api" in done.stderr and "Traceback" not in done.stderr

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from trainer.settings import OPERATIONAL, Settings
 
@@ -64,6 +64,21 @@ class CheckpointConfig(Settings):
     """Checkpoints at multiples of this step are kept for ever."""
 
 
+_OURS = {
+    "train_batch_size": "it is train.global_batch",
+    "train_micro_batch_size_per_gpu": "it is train.micro_batch",
+    "gradient_accumulation_steps": "it follows from train.global_batch, train.micro_batch and train.ranks",
+    "gradient_clipping": "it is train.gradient_clipping",
+    "zero_optimization.stage": "it is train.zero_stage",
+    "bf16.enabled": "it is train.precision",
+    "fp16.enabled": "it is train.precision",
+    "optimizer": "it is train.optimizer",
+    "scheduler": "it is train.schedule",
+    "checkpoint": "checkpoints are train.checkpoint",
+}
+"""Keys of DeepSpeed's configuration that have a name here, which would otherwise say something else."""
+
+
 class TrainConfig(Settings):
     """The training stage."""
 
@@ -71,7 +86,7 @@ class TrainConfig(Settings):
     """Optimizer steps of the run. Set exactly one of steps, tokens and epochs."""
     tokens: PositiveInt | None = None
     """Tokens to train on, rounded up to whole steps."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[float, Gt(0), Le(1e9)] | None = None
     """Passes over the training text, rounded up to whole steps."""
     global_batch: Annotated[int, Ge(1)] = 32
     """Sequences a step, over all ranks and accumulation steps."""
@@ -83,7 +98,7 @@ class TrainConfig(Settings):
     """CPU threads of each rank. Unset: the host's cores shared out evenly."""
     launcher: Annotated[Literal["torchrun"], OPERATIONAL] = "torchrun"
     """What starts the ranks."""
-    seed: int = 1
+    seed: Annotated[int, Ge(0), Lt(2**62)] = 1
     """Seed of the initial weights, the order of the data, and dropout."""
     learning_rate: Annotated[float, Gt(0)] = 1e-3
     """Peak learning rate."""
@@ -104,7 +119,8 @@ class TrainConfig(Settings):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the model. auto: bf16 where the device is faster with it, else fp32; chosen once a run."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage: what is sharded over the ranks (1 optimizer, 2 also gradients, 3 also parameters)."""
+    """DeepSpeed ZeRO stage: what is sharded over the ranks (1 optimizer, 2 also gradients, 3 also parameters).
+    With bf16 at least 1: the fp32 weights that it needs are sharded in any case."""
     activation_checkpointing: Annotated[bool, OPERATIONAL] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: Annotated[bool, OPERATIONAL] = False
@@ -131,6 +147,11 @@ class TrainConfig(Settings):
                 f"micro_batch: each of {self.ranks} ranks has {share} sequences of the global batch, "
                 f"which micro_batch={self.micro_batch} does not divide"
             )
+        for key, owner in _OURS.items():
+            section, _, inner = key.partition(".")
+            value = self.deepspeed.get(section)
+            if inner in value if inner and isinstance(value, dict) else not inner and section in self.deepspeed:
+                raise ValueError(f"deepspeed: {key} cannot be set here; {owner}")
         if self.optimizer == "muon" and (self.zero_stage != 0 or self.precision != "fp32"):
             raise ValueError("optimizer: muon needs zero_stage: 0 and precision: fp32 (whole matrices on every rank)")
         return self

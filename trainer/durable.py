@@ -55,6 +55,22 @@ def write_json(path: Path, value: Any) -> None:
     write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Durably write a JSON object with a checksum of itself, for :func:`read_record`."""
+    write_json(path, {**record, "checksum": _checksum(record)})
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """What :func:`write_record` wrote, or None where there is nothing or it is damaged."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.pop("checksum", None) != _checksum(record):
+        return None
+    return record
+
+
 def seal(directory: Path, final: Path, content: dict[str, Any]) -> None:
     """Give a finished directory its manifest and its final name.
 
@@ -143,10 +159,11 @@ def faults(directory: Path, hash_of: Callable[[Path], str] = hash_file) -> list[
 
 
 @contextmanager
-def exclusive(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+def exclusive(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[int]:
     """Hold the lock file ``path``; wait while another process holds it.
 
-    It is an ``flock``: the kernel releases it when its owner dies, so a dead owner blocks nobody.
+    Yields its descriptor: a child that inherits it holds the lock too, until it ends. It is an
+    ``flock``: the kernel releases it when its owners die, so a dead owner blocks nobody.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +174,7 @@ def exclusive(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterato
         except BlockingIOError:
             on_wait()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -172,7 +189,7 @@ def explained(path: Path) -> Iterator[None]:
             raise MachineError(
                 f"{path}: the disk is full. Free space there, then run again: it goes on from here."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
             raise MachineError(
                 f"{path}: cannot be written ({error.strerror}). Set FORGELINE_HOME to a directory you can write."
             ) from error

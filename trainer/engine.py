@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from trainer.config import TrainerInput
+from trainer.errors import ConfigError
 from trainer.optimizers import build_optimizer
 
 
@@ -32,12 +34,21 @@ def deepspeed_configuration(settings: TrainerInput, load_universal: bool) -> dic
         "steps_per_print": 2**31,
         "bf16": {"enabled": settings.precision == "bf16"},
         "fp16": {"enabled": settings.precision == "fp16"},
-        "zero_optimization": {"stage": train.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {"stage": zero_stage(settings), "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": load_universal},
     }
     return _merged(generated, train.deepspeed)
+
+
+def zero_stage(settings: TrainerInput) -> int:
+    """The ZeRO stage in force.
+
+    bf16 takes at least 1: DeepSpeed's wrapper for stage 0 steps the optimizer once on gradients of
+    zero when it starts, so that Adam's bias correction would be a step ahead from then on.
+    """
+    return max(settings.train.zero_stage, int(settings.precision == "bf16"))
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,12 +63,16 @@ def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool)
     """A DeepSpeed engine over ``model`` with the configured optimizer."""
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=build_optimizer(model, settings.train),
-        config=deepspeed_configuration(settings, load_universal),
-        dist_init_required=False,
-    )
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model, settings.train),
+            config=deepspeed_configuration(settings, load_universal),
+            dist_init_required=False,
+        )
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"train.deepspeed: refused by DeepSpeed: {problems}") from None
     engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
     return engine
 
@@ -69,7 +84,7 @@ def _clip_and_keep_norm(engine: Any) -> None:
 
 def shards_optimizer(settings: TrainerInput) -> bool:
     """Whether the optimizer's state is divided over the ranks, so that another world size needs a conversion."""
-    return settings.train.zero_stage > 0 or settings.precision == "bf16"
+    return zero_stage(settings) > 0
 
 
 def convert_to_universal(source: str, target: str) -> None:

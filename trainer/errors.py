@@ -55,6 +55,10 @@ class OutOfMemoryError(RetryableError):
     """The accelerator's memory was exhausted; a smaller micro-batch may fit."""
 
 
+class TrackingUnreachableError(RetryableError):
+    """MLflow does not answer, and what has to be done now needs it."""
+
+
 class PreemptedError(RetryableError):
     """The process was asked to stop (SIGTERM) and wrote a checkpoint first."""
 

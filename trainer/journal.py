@@ -5,6 +5,7 @@ event, with `event` and `time`. The file only ever grows. After a resume, steps 
 find their record already there and do not write it again.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -23,7 +24,8 @@ def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            yield json.loads(line), offset
+            with contextlib.suppress(ValueError):  # a damaged line costs its own record only
+                yield json.loads(line), offset
 
 
 class Journal:

@@ -22,11 +22,14 @@ FAILURE = "failure.json"
 _GRACE_SECONDS = 30.0
 
 
-def launch(settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None], None]) -> None:
+def launch(
+    settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None], None], lock: int | None = None
+) -> None:
     """Run every rank of a training run on this host under torchrun, to its end.
 
     Args:
         on_progress: called about twice a second with the newest heartbeat of this attempt (None before the first).
+        lock: descriptor of the run's lock, which the launcher keeps until its last rank has ended.
 
     Raises:
         ForgelineError: of the class that the failing rank named; TrainerDiedError where it could
@@ -50,6 +53,7 @@ def launch(settings: TrainerInput, on_progress: Callable[[dict[str, Any] | None]
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, preexec_fn=lambda: end_with_parent(signal.SIGTERM, me),
+            pass_fds=() if lock is None else (lock,),
         )  # fmt: skip
     try:
         _watch(process, settings, on_progress)

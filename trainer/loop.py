@@ -17,7 +17,7 @@ from trainer.checkpoint import Progress
 from trainer.config import TrainerInput
 from trainer.data.loader import Loader, Sequences
 from trainer.data.shards import ShardSet
-from trainer.durable import complete_directory, write_json
+from trainer.durable import complete_directory, write_record
 from trainer.engine import start_engine, whole_weights
 from trainer.errors import DivergedError, PreemptedError
 from trainer.heartbeat import Heartbeat
@@ -191,7 +191,7 @@ class Run:
         if weights is not None:
             export_model(settings, tokenizer, model, weights)
             tokens = progress.position * settings.sequence_length
-            write_json(
+            write_record(
                 settings.run_dir / "result.json",
                 {
                     "steps": progress.step,

@@ -48,9 +48,10 @@ def model_configuration(
                 raise ConfigError(
                     f"model.config.{key}: {config.type} has no such setting.{nearest(key, known.to_dict())}"
                 )
+        context = known.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         settings = {
             "vocab_size": vocabulary_size,
-            "max_position_embeddings": sequence_length,
+            context: sequence_length,
             **(special_ids or {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}),
             **config.config,
         }
@@ -58,6 +59,12 @@ def model_configuration(
             result = AutoConfig.for_model(config.type, **settings)
         except Exception as error:  # transformers' strict dataclasses raise many types
             raise ConfigError(f"model.config: refused by transformers: {error}") from None
+    context_length = getattr(result.get_text_config(), "max_position_embeddings", None) or sequence_length
+    if context_length < sequence_length:
+        raise ConfigError(
+            f"data.sequence_length: {sequence_length} tokens are more than the model's context of {context_length}. "
+            "Lower it, or raise the model's max_position_embeddings."
+        )
     if result.get_text_config().vocab_size < vocabulary_size:
         raise ConfigError(
             f"model: it has {result.get_text_config().vocab_size} vocabulary entries, the tokenizer has "

@@ -5,13 +5,16 @@ server that was slow, down or restarted ends up with every record once.
 """
 
 import getpass
-import json
 import os
 import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.durable import fsync, write_json
+from trainer.durable import fsync, read_record, write_record
+from trainer.errors import TrackingUnreachableError
 from trainer.journal import read_records
 
 _BATCH = 1000
@@ -49,6 +52,41 @@ def artifact_root(tracking_uri: str) -> str | None:
     if not tracking_uri.startswith("sqlite:///"):
         return None
     return (Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
+
+
+@contextmanager
+def reachable(tracking_uri: str) -> Iterator[None]:
+    """Turn MLflow's errors of a store that does not answer into one that may be retried.
+
+    Raises:
+        TrackingUnreachableError: the store at ``tracking_uri`` failed or did not answer.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code not in ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED"):
+            raise
+        raise TrackingUnreachableError(
+            f"MLflow at {tracking_uri} cannot be reached ({str(error).splitlines()[0]}). Start it, or set "
+            "MLFLOW_TRACKING_URI to one that runs; the same command then goes on from here."
+        ) from None
+
+
+def is_tracked(run_dir: Path, tracking_uri: str) -> bool:
+    """Whether the store at ``tracking_uri`` has this run, with its whole journal."""
+    from mlflow.exceptions import MlflowException
+
+    state = read_tracking(run_dir)
+    if state.get("tracking_uri") != tracking_uri or state["offset"] != (run_dir / "metrics.jsonl").stat().st_size:
+        return False
+    try:
+        return mlflow_client(tracking_uri).get_run(state["run_id"]).info.lifecycle_stage == "active"
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
 
 
 class Forwarder(threading.Thread):
@@ -105,27 +143,31 @@ class Forwarder(threading.Thread):
     def _connect(self) -> Any:
         client = mlflow_client(self._uri)
         state = read_tracking(self._state_file.parent)
-        if state.get("tracking_uri") != self._uri:
-            run_id = self._find_run(client) or self._create_run(client)
+        if "key" not in state:  # noted before the run is created, so that a kill in between makes no second one
+            state = {"key": uuid.uuid4().hex}
+            write_record(self._state_file, state)
+        found = self._find_run(client, state["key"])
+        if state.get("tracking_uri") != self._uri or state["run_id"] != found:
+            run_id = found or self._create_run(client, state["key"])
             offset = state.get("offset", 0) if state.get("run_id") == run_id else 0
-            state = {"tracking_uri": self._uri, "run_id": run_id, "offset": offset}
-            write_json(self._state_file, state)
+            state = {"key": state["key"], "tracking_uri": self._uri, "run_id": run_id, "offset": offset}
+            write_record(self._state_file, state)
         self._state = state
         client.update_run(state["run_id"], status="RUNNING")
         return client
 
-    def _find_run(self, client: Any) -> str | None:
-        found = client.search_runs(
-            [experiment_of(client, self._experiment)], f"tags.`forgeline.run` = '{self._fingerprint}'", max_results=1
-        )
+    def _find_run(self, client: Any, key: str) -> str | None:
+        experiment = experiment_of(client, self._experiment)
+        found = client.search_runs([experiment], f"tags.`forgeline.key` = '{key}'", max_results=1)
         return found[0].info.run_id if found else None
 
-    def _create_run(self, client: Any) -> str:
+    def _create_run(self, client: Any, key: str) -> str:
         from mlflow.entities import Param
 
         tags = {
             **self._tags,
             "forgeline.run": self._fingerprint,
+            "forgeline.key": key,
             "mlflow.user": getpass.getuser(),
             "mlflow.source.name": "forgeline",
         }
@@ -159,15 +201,12 @@ class Forwarder(threading.Thread):
         fsync(self._journal)  # what MLflow knows, the journal must not lose
         client.log_batch(self._state["run_id"], metrics=metrics)
         self._state["offset"] = offset
-        write_json(self._state_file, self._state)
+        write_record(self._state_file, self._state)
 
 
 def read_tracking(run_dir: Path) -> dict[str, Any]:
     """Which MLflow run shows this training, and how much of the journal it has; empty before the first contact."""
-    try:
-        return json.loads((run_dir / "tracking.json").read_text())
-    except (OSError, ValueError):
-        return {}
+    return read_record(run_dir / "tracking.json") or {}
 
 
 def log_once(tracking_uri: str, run_id: str, metrics: dict[str, float], step: int, at: float) -> None:

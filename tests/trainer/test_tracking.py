@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import eventually
+from trainer.durable import write_record
 from trainer.journal import Journal
 from trainer.tracking import Forwarder, log_once, mlflow_client, read_tracking
 
@@ -58,7 +59,7 @@ def test_a_batch_sent_twice_shows_once(tmp_path: Path, uri: str) -> None:
     assert run_id is not None
     state = read_tracking(tmp_path)
     # as after a kill between MLflow's answer and the note of it
-    (tmp_path / "tracking.json").write_text(str({**state, "offset": 0}).replace("'", '"'))
+    write_record(tmp_path / "tracking.json", {**state, "offset": 0})
     assert forwarder(tmp_path, uri).stop("FINISHED") == run_id
     assert history(uri, run_id) == [(step, float(step)) for step in range(1, 11)]
 
@@ -66,7 +67,7 @@ def test_a_batch_sent_twice_shows_once(tmp_path: Path, uri: str) -> None:
 def test_a_run_whose_id_was_not_noted_is_found_again(tmp_path: Path, uri: str) -> None:
     Journal(tmp_path / "metrics.jsonl").record(1, {"train/loss": 1.0})
     run_id = forwarder(tmp_path, uri).stop(None)
-    (tmp_path / "tracking.json").unlink()
+    write_record(tmp_path / "tracking.json", {"key": read_tracking(tmp_path)["key"]})
     assert forwarder(tmp_path, uri).stop("FINISHED") == run_id
     assert history(uri, str(run_id)) == [(1, 1.0)]
 
