@@ -4,6 +4,9 @@ Memory is bounded: every unit's digests lie sorted on disk, so that one range of
 compared, each small enough to sort in memory.
 """
 
+import functools
+import operator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +85,7 @@ def _thinned(home: Home, unit: Path, repeated: dict[str, np.ndarray], shard_toke
             content.update(
                 kind="unit",
                 fingerprint=name,
-                records={**whole["records"], "duplicate": max(len(found) for found in dropped.values())},
+                records={**whole["records"], "duplicate": _documents(dropped)},
                 shards=[
                     shard
                     for split in SPLITS
@@ -92,6 +95,12 @@ def _thinned(home: Home, unit: Path, repeated: dict[str, np.ndarray], shard_toke
             if (unit / "quarantine.jsonl").exists():
                 (directory / "quarantine.jsonl").write_bytes((unit / "quarantine.jsonl").read_bytes())
     return final
+
+
+def _documents(dropped: dict[str, np.ndarray]) -> int:
+    """How many documents these are; one that is cut into two splits is one."""
+    splits = (Counter(zip(found["high"].tolist(), found["low"].tolist(), strict=True)) for found in dropped.values())
+    return sum(functools.reduce(operator.or_, splits).values())
 
 
 def _copied(
