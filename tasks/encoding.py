@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from trainer.data.shards import token_dtype
 from trainer.errors import DataError
@@ -73,16 +74,23 @@ class Tokenization:
             DataError: its end-of-text token is not in its vocabulary.
         """
         self.serialized = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-        end = settings["eos_token"]
+        self.settings: dict[str, Any] = orjson.loads(self.serialized)
+        end = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
         self.end_token: str = end if isinstance(end, str) else end["content"]
-        vocabulary = self.reference.get_vocab(with_added_tokens=True)
+        vocabulary = self._vocabulary()
         if self.end_token not in vocabulary:
             raise DataError(f"{directory}: its end-of-text token {self.end_token!r} is not in its vocabulary.")
         self.end_id = vocabulary[self.end_token]
         self.vocabulary_size = max(vocabulary.values()) + 1  # some vocabularies have gaps
         self.beginning_id, self.beginning_token = self._beginning()
-        self._encode = self._fast() if fast else self._by_reference
+        self._encode = self.fast_encoder() if fast else self._by_reference
+
+    def _vocabulary(self) -> dict[str, int]:
+        """Every token and its id, without the reference, which is slow to load, where the model maps them."""
+        found = self.settings["model"].get("vocab")
+        if not isinstance(found, dict):
+            return self.reference.get_vocab(with_added_tokens=True)
+        return {**found, **{token["content"]: token["id"] for token in self.settings.get("added_tokens") or []}}
 
     @cached_property
     def reference(self) -> Any:
@@ -97,7 +105,7 @@ class Tokenization:
 
     def _beginning(self) -> tuple[int | None, str | None]:
         """The token that the tokenizer's own template puts before a text, which its model then expects."""
-        if not json.loads(self.serialized).get("post_processor"):
+        if (self.settings.get("post_processor") or {"type": "ByteLevel"})["type"] == "ByteLevel":  # adds no token
             return None, None
         plain = self.reference.encode("a", add_special_tokens=False).ids
         whole = self.reference.encode("a", add_special_tokens=True).ids
@@ -151,8 +159,9 @@ class Tokenization:
             place += len(encoding)
         return ids, lengths
 
-    def _fast(self) -> Callable[[list[str]], Flat]:
-        settings = json.loads(self.serialized)
+    def fast_encoder(self) -> Callable[[list[str]], Flat]:
+        """A new encoder that is faster than the reference; whether it gives the same ids is not known here."""
+        settings = self.settings
         if settings["model"]["type"] == "BPE" and not settings["model"].get("merges"):
             return _byte_table(settings)
         if settings["model"]["type"] == "WordLevel":
@@ -202,7 +211,7 @@ class _Gigatoken:
     def __init__(self, settings: dict[str, Any]) -> None:
         # it takes special tokens in text for control tokens, unless it does not know them
         added = [token for token in settings.get("added_tokens") or [] if not token["special"]]
-        self._serialized = json.dumps({**settings, "added_tokens": added})
+        self._serialized = orjson.dumps({**settings, "added_tokens": added})
         self._load()
 
     def _load(self) -> None:
@@ -230,20 +239,19 @@ def _resident_bytes() -> int:
         return 0
 
 
-def fast_encoder_agrees(directory: Path, sample: list[str]) -> dict[str, Any]:
+def fast_encoder_agrees(reference: Tokenization, sample: list[str]) -> dict[str, Any]:
     """Which encoder may be used: the fast one only where its ids are the reference's on every text of a probe.
 
     Args:
-        directory: of the tokenizer.
+        reference: the tokenizer, without its fast encoder.
         sample: texts of the very input; the awkward ones are added here.
 
     Returns:
         `fast`, the `name` of the encoder with its version, and `why`.
     """
-    reference = Tokenization(directory, fast=False)
     slow = {"fast": False, "name": f"tokenizers {version('tokenizers')}"}
     try:
-        fast = Tokenization(directory, fast=True)
+        fast = reference.fast_encoder()
     except BaseException as error:  # a panic in Rust is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
@@ -256,13 +264,12 @@ def fast_encoder_agrees(directory: Path, sample: list[str]) -> dict[str, Any]:
         except Exception:  # a character that the vocabulary lacks; both refuse it
             continue
         try:
-            same = np.array_equal(expected, fast.encode([text])[0])
+            same = np.array_equal(expected, fast([text])[0])
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             same = False
         if not same:
             return {**slow, "why": f"the fast encoder gives other ids for {text[:60]!r}"}
-    kind = json.loads(fast.serialized)["model"]["type"]
-    name = f"gigatoken {version('gigatoken')}" if isinstance(fast._encode, _Gigatoken) else f"table of {kind}"
+    name = "table" if not isinstance(fast, _Gigatoken) else f"gigatoken {version('gigatoken')}"
     return {"fast": True, "name": name, "why": f"same ids as {slow['name']} on a probe of {len(probe)} texts"}

@@ -36,7 +36,7 @@ from trainer.settings import OPERATIONAL, Settings, fingerprint
 logger = logging.getLogger("forgeline")
 
 FORMAT_VERSION = 2
-_WORTH_PROCESSES = 16 * 2**20
+_WORTH_PROCESSES = 8 * 2**20
 """Bytes of text below which starting processes takes longer than the work."""
 _SAMPLE_FILES, _SAMPLE_TEXTS, _SAMPLE_CHARACTERS = 16, 4, 8192
 
@@ -70,7 +70,7 @@ class DataConfig(Settings):
     """hash: whole documents, by a hash of their text; position: the last characters of every document."""
     shard_tokens: Annotated[int, Ge(1)] = 2**24
     """Tokens after which a shard is closed."""
-    unit_bytes: Annotated[int, Ge(1)] = 32 * 2**20
+    unit_bytes: Annotated[int, Ge(1)] = 16 * 2**20
     """About how much text is one unit of work: what a kill can cost a process."""
     processes: Annotated[int | None, Ge(1), OPERATIONAL] = None
     """Processes that tokenize. Unset: one a core."""
@@ -196,7 +196,8 @@ class _Tokenizing:
         self.known = known
         self.home, self.config, self.directory, self.tokenizer = home, config, directory, tokenizer
         self.validation_files, self.layers = validation_files, layers
-        self.encoder = fast_encoder_agrees(tokenizer.path, self._sample())
+        self.tokenization = Tokenization(tokenizer.path, fast=False)
+        self.encoder = fast_encoder_agrees(self.tokenization, self._sample())
         logger.log(
             logging.INFO if self.encoder["fast"] else logging.WARNING,
             "tokenize encoder=%s (%s)", self.encoder["name"], self.encoder["why"],
@@ -216,7 +217,7 @@ class _Tokenizing:
             paths = without_duplicates(self.home, paths, self.config.shard_tokens)
         records, shards = self._assemble(list(zip(units, paths, strict=True)))
         self._check(records, shards)
-        tokenization = Tokenization(self.tokenizer.path, fast=False)
+        tokenization = self.tokenization
         return {
             "kind": "shards",
             "format_version": SHARD_FORMAT,

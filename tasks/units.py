@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import lru_cache
@@ -200,7 +200,11 @@ class _Writing:
         rows = self.rows[split]
         first = rows.written + len(rows.texts)
         size = count = 0
-        for text, ends in _cut(_between(item.pieces(), start, stop), self.tokenization):
+        if isinstance(item, Document) and stop - start <= _PIECE_CHARACTERS:
+            lengths: Iterable[tuple[str, bool]] = [(item.text[start:stop], True)] if stop > start else []
+        else:
+            lengths = _cut(_between(item.pieces(), start, stop), self.tokenization)
+        for text, ends in lengths:
             rows.names.append(f"{item.name}#{count}" if count else item.name)
             rows.texts.append(text)
             rows.begins.append(not count)

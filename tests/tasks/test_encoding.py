@@ -34,6 +34,10 @@ def tokenizers(tmp_path_factory) -> dict[str, Path]:
     }
 
 
+def verdict(directory: Path, sample: list[str]) -> dict:
+    return fast_encoder_agrees(Tokenization(directory, fast=False), sample)
+
+
 def one(tokenization: Tokenization, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     whole = np.ones(len(texts), bool)
     return tokenization.documents(texts, whole, whole)
@@ -41,7 +45,7 @@ def one(tokenization: Tokenization, texts: list[str]) -> tuple[np.ndarray, np.nd
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fast_encoder_is_used_and_gives_the_ids_of_the_reference(tokenizers, kind):
-    found = fast_encoder_agrees(tokenizers[kind], ["def main(): pass"])
+    found = verdict(tokenizers[kind], ["def main(): pass"])
     assert found["fast"], found
     fast, reference = (Tokenization(tokenizers[kind], use) for use in (True, False))
     for flat in zip(fast.encode(AWKWARD), reference.encode(AWKWARD), strict=True):
@@ -82,8 +86,8 @@ def test_an_encoder_that_differs_anywhere_is_not_used_and_it_is_said_where(token
         return (ids + 1 if texts == ["text of the input"] else ids), lengths
 
     monkeypatch.setattr(encoding._Gigatoken, "__call__", wrong)
-    assert fast_encoder_agrees(tokenizers["bpe"], ["other"])["fast"]
-    found = fast_encoder_agrees(tokenizers["bpe"], ["other", "text of the input"])
+    assert verdict(tokenizers["bpe"], ["other"])["fast"]
+    found = verdict(tokenizers["bpe"], ["other", "text of the input"])
     assert not found["fast"]
     assert found["name"].startswith("tokenizers ")
     assert found["why"] == "the fast encoder gives other ids for 'text of the input'"
@@ -96,7 +100,7 @@ def test_a_tokenizer_that_the_fast_encoder_cannot_load_uses_the_reference(tokeni
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT}))
-    found = fast_encoder_agrees(tmp_path, ["ab"])
+    found = verdict(tmp_path, ["ab"])
     assert not found["fast"]
     assert "cannot load" in found["why"]
     assert one(Tokenization(tmp_path, False), ["ab a"])[0].tolist() == [1, 2, 1, 3]
