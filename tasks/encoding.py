@@ -52,7 +52,7 @@ AWKWARD = [
 """Texts on which encoders differ first: emoji, combining marks, CJK, control characters, NUL, CRLF, special-token
 strings, contractions and long runs."""
 _CACHE_BYTES = 128 * 2**20
-"""Memory after which the fast encoder is loaded anew: its cache of words has no bound of its own."""
+"""Growth in its calls after which the fast encoder is loaded anew: its cache of words has no bound of its own."""
 
 Flat = tuple[np.ndarray, np.ndarray]
 """The ids of several texts, one after the other (uint32), and the number of ids of each (int64)."""
@@ -215,17 +215,20 @@ class _Gigatoken:
         self._load()
 
     def _load(self) -> None:
+        import awkward  # noqa: F401  (gigatoken would import it in the first call, and its memory would count)
         from gigatoken import Tokenizer
 
         self._tokenizer = Tokenizer.from_json(self._serialized)
-        self._resident = _resident_bytes()
+        self._grown = 0
 
     def __call__(self, texts: list[str]) -> Flat:
+        before = _resident_bytes()
         # on the calling thread: the processes of the stage already use every core
         layout = self._tokenizer.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets.data, dtype=np.int64)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
-        if _resident_bytes() - self._resident > _CACHE_BYTES:
+        self._grown += max(0, _resident_bytes() - before - ids.nbytes)
+        if self._grown > _CACHE_BYTES:
             self._load()
         return ids, np.diff(offsets)
 
