@@ -51,7 +51,7 @@ AWKWARD = [
 ]
 """Texts on which encoders differ first: emoji, combining marks, CJK, control characters, NUL, CRLF, special-token
 strings, contractions and long runs."""
-_CACHE_BYTES = 128 * 2**20
+_CACHE_BYTES = 64 * 2**20
 """Growth in its calls after which the fast encoder is loaded anew: its cache of words has no bound of its own."""
 
 Flat = tuple[np.ndarray, np.ndarray]

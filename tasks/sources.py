@@ -38,8 +38,8 @@ logger = logging.getLogger("forgeline")
 _RECORD_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 _ZSTANDARD = (".zst", ".zstd")
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip", *_ZSTANDARD)
-_PIECE_CHARACTERS = 2**24
-"""Longest text file that is held in memory as a whole."""
+_PIECE_CHARACTERS = 2**23
+"""Longest text file that is held in memory as a whole, and longest piece of a text."""
 _RECORD_BYTES = 256 * 2**20
 _TOO_LONG = "longer than 256 MB, which is the most a record of a file of records may be"
 _BLOCK_BYTES = 2**20
@@ -193,7 +193,8 @@ class Document:
 
     def pieces(self) -> Iterator[str]:
         """The text, in pieces that follow one another."""
-        yield self.text
+        for start in range(0, len(self.text), _PIECE_CHARACTERS):
+            yield self.text[start : start + _PIECE_CHARACTERS]
 
 
 @dataclass(frozen=True)
@@ -582,8 +583,10 @@ def _texts(
         faults = [(field, fault) for field in fields if (fault := _fault_of(record[field], len(fields) > 1))]
         if faults:
             yield BadRecord(where, line, f"field {faults[0][0]!r} {faults[0][1]}")
+        elif text := reading.text(source, record):
+            yield Document(f"{base}:{line}", text)
         else:
-            yield Document(f"{base}:{line}", reading.text(source, record))
+            yield BadRecord(where, line, "all its fields are empty")
     if not found and seen:
         key = "data.text_field to the one that holds" if len(fields) == 1 else "data.text_template to those that make"
         raise DataError(

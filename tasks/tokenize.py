@@ -74,6 +74,8 @@ class DataConfig(Settings):
     """About how much text is one unit of work: what a kill can cost a process."""
     processes: Annotated[int | None, Ge(1), OPERATIONAL] = None
     """Processes that tokenize. Unset: one a core."""
+    runner: Annotated[Literal["local", "ray"], OPERATIONAL] = "local"
+    """local: this machine; ray: a Ray cluster whose machines share the work directory (extra `forgeline[ray]`)."""
     bad_record_limit: Annotated[float, Ge(0), Le(1), OPERATIONAL] = 0.01
     """Largest share of records that may be unreadable; they are listed in the set's quarantine.jsonl."""
 
@@ -293,7 +295,12 @@ class _Tokenizing:
         processes = self.config.processes or os.cpu_count() or 1
         if sum(unit.size for unit in missing) < _WORTH_PROCESSES and self.config.processes is None:
             processes = 1
-        build_all(self.home, missing, processes, self._progress)
+        if self.config.runner == "ray":
+            from tasks.ray import build_on_ray  # imports what only the extra brings
+
+            build_on_ray(self.home, missing, self._progress)
+        else:
+            build_all(self.home, missing, processes, self._progress)
         return places
 
     def _progress(self, unit: Unit) -> None:

@@ -362,6 +362,13 @@ def test_a_template_makes_one_text_of_several_fields(work, tmp_path):
     assert sorted(texts(built.path)) == sorted(2 * [f"T{n}\n\n{{B{n} 🦊}}" for n in range(40)])
 
 
+def test_a_record_whose_fields_are_all_empty_is_a_bad_record(work, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": "", "b": ""}\n{"a": "x", "b": ""}\n')
+    (file,) = resolve(work, [SourceConfig(path=str(tmp_path / "a.jsonl"))], "s")
+    bad, good = read_documents(file, Reading(template="{a}{b}"))
+    assert (bad.reason, good.text) == ("all its fields are empty", "x")
+
+
 @pytest.mark.parametrize("template", ["no field", "{}", "{a!r}", "{a:>3}", "{a"])
 def test_a_template_that_is_none_is_refused(template):
     with pytest.raises(ValueError, match=r"text_template|expected '}'"):
