@@ -47,7 +47,7 @@ def stages(config: RunConfig, home: Home, plan: Plan) -> Summary:
     def stage(task: Any) -> Callable[..., Any]:
         return retried(task, config.retry.limit, config.retry.delay_seconds)
 
-    tokenizer = stage(tokenizer_task)(home, data.tokenizer, data.text_field, plan.files)
+    tokenizer = stage(tokenizer_task)(home, data.tokenizer, data.reading, plan.files)
     shards = stage(tokenize_task)(home, data, plan.files, plan.validation_files, tokenizer)
     trained = stage(train_task)(
         home, name, config.model, config.train, data, tokenizer, shards, config.parameters(), plan.sources

@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.durable import MANIFEST, explained, hash_file
+from trainer.durable import MANIFEST, explained, hash_file, read_manifest
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,32 @@ class FileHashes:
 
     def __call__(self, path: Path) -> str:
         """SHA-256 of the file's content."""
-        status = path.stat()
-        state = f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
+        state = _state(path)
         row = None
         with contextlib.suppress(sqlite3.Error):
             row = self._connection.execute("SELECT state, sha256 FROM hashes WHERE path = ?", (str(path),)).fetchone()
         if row and row[0] == state:
             return row[1]
         digest = hash_file(path)
-        with contextlib.suppress(sqlite3.Error):
-            self._connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", (str(path), state, digest))
+        self._keep([(str(path), state, digest)])
         return digest
+
+    def remember(self, directory: Path) -> None:
+        """Take the hashes of a directory's files from the manifest that has just been written."""
+        manifest = read_manifest(directory) or {"files": []}
+        files = [(directory / entry["path"], entry["sha256"]) for entry in manifest["files"]]
+        self._keep([(str(path), _state(path), digest) for path, digest in files])
+
+    def _keep(self, rows: list[tuple[str, str, str]]) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", rows)
+            self._connection.execute("COMMIT")
+
+
+def _state(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
 
 
 def _database(path: str) -> sqlite3.Connection:

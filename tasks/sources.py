@@ -3,9 +3,11 @@
 A document is a name and a text. What cannot be read as one becomes a `BadRecord`, never data.
 """
 
+import codecs
 import csv
 import fnmatch
 import glob
+import hashlib
 import io
 import json
 import logging
@@ -19,8 +21,9 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import orjson
 import pyarrow
 from annotated_types import Gt
 from pydantic import Field, model_validator
@@ -35,6 +38,11 @@ logger = logging.getLogger("forgeline")
 _RECORD_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 _ZSTANDARD = (".zst", ".zstd")
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip", *_ZSTANDARD)
+_PIECE_CHARACTERS = 2**23
+"""Longest text file that is held in memory as a whole, and longest piece of a text."""
+_RECORD_BYTES = 256 * 2**20
+_TOO_LONG = "longer than 256 MB, which is the most a record of a file of records may be"
+_BLOCK_BYTES = 2**20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UNREADABLE = (
     OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
@@ -99,6 +107,63 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How records become texts."""
+
+    text_field: str = "text"
+    """Field that holds the text, in files of records."""
+    template: str | None = None
+    """Text made of several fields, `{name}` each; it takes the place of the one field."""
+    separator: str | None = None
+    """What is between the documents of a text file; None where a file is one document."""
+
+    def identity(self) -> list[Any]:
+        """What of it changes the documents that come out."""
+        return [self.text_field, self.template, self.separator]
+
+    def fields(self, source: SourceConfig) -> list[str]:
+        """The fields that a source's texts are made of."""
+        if source.text_field or self.template is None:
+            return [source.text_field or self.text_field]
+        return template_fields(self.template)
+
+    def text(self, source: SourceConfig, record: dict[str, Any]) -> str:
+        """The text of a record that has all the fields."""
+        if source.text_field or self.template is None:
+            return record[source.text_field or self.text_field]
+        return "".join(
+            literal + (record[name] if name is not None else "")
+            for literal, name, _, _ in string.Formatter().parse(self.template)
+        )
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields that a template names, each once.
+
+    Raises:
+        ValueError: it is no template of plain field names.
+    """
+    names = []
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is None:
+            continue
+        if not name or form or conversion:
+            raise ValueError("text_template: write fields as {name}, and braces as {{ and }}")
+        names.append(name)
+    if not names:
+        raise ValueError("text_template: it names no field; write fields as {name}")
+    return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a big file: bytes [start, stop) between two records, or parquet's row groups [start, stop)."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class BadRecord:
     """Something that should have been a document and could not be read as one."""
 
@@ -116,6 +181,50 @@ class Document:
 
     name: str
     text: str
+
+    @property
+    def characters(self) -> int:
+        """Length of the text."""
+        return len(self.text)
+
+    def digest(self) -> bytes:
+        """Hash of the text, the same wherever it came from."""
+        return text_digest(self.text)
+
+    def pieces(self) -> Iterator[str]:
+        """The text, in pieces that follow one another."""
+        for start in range(0, len(self.text), _PIECE_CHARACTERS):
+            yield self.text[start : start + _PIECE_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class LargeDocument:
+    """One text that is too large to be in memory as a whole; it is read again from its file, piece by piece."""
+
+    name: str
+    path: Path
+    characters: int
+    sum: bytes
+
+    def digest(self) -> bytes:
+        """Hash of the text, the same wherever it came from."""
+        return self.sum
+
+    def pieces(self) -> Iterator[str]:
+        """The text, in pieces that follow one another."""
+        with _open(self.path) as stream:
+            yield from _decoded(stream)
+
+
+def text_digest(text: str) -> bytes:
+    """128 bits of BLAKE2b over a text's UTF-8 bytes."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def text_share(digest: bytes, purpose: Literal["validation", "tokenizer"]) -> float:
+    """A number in [0, 1) that is always the same for the same text; those for different purposes are independent."""
+    bits = digest[:8] if purpose == "validation" else digest[8:]
+    return int.from_bytes(bits, "big") / 2**64
 
 
 def resolve(home: Home, sources: Iterable[SourceConfig], key: str) -> list[SourceFile]:
@@ -228,24 +337,94 @@ def _hub_data_set(number: int, source: SourceConfig) -> SourceFile:
     return SourceFile(number, source.dataset, None, info.sha or "", 0, source)
 
 
-def read_documents(file: SourceFile, default_field: str) -> Iterator[Document | BadRecord]:
-    """Every document of one input, in order; memory holds one record (one file, where a file is one document).
+def read_documents(
+    file: SourceFile, reading: Reading, part: Part | None = None
+) -> Iterator[Document | LargeDocument | BadRecord]:
+    """Every document of one input, in order; memory holds one record of at most 256 MB, or a piece of a larger text.
 
     Args:
-        default_field: the field that holds the text, where the source names none.
+        part: only this part of the file; see :func:`parts`.
 
     Raises:
-        DataError: no record has the text field.
+        DataError: no record has the fields of the text.
     """
-    field = file.config.text_field or default_field
     if file.path is None:
-        yield from _texts(_hub_records(file), field, file.name)
+        yield from _texts(_hub_records(file), reading, file.config, file.name)
         return
     kind = _suffix(file.path)
-    if kind not in _RECORD_FORMATS:
-        yield _whole_file(file)
+    where = f"{file.path}@{part.start}" if part and part.start and kind != ".parquet" else str(file.path)
+    if kind in _RECORD_FORMATS:
+        fields = reading.fields(file.config)
+        yield from _texts(_records(file.path, kind, where, fields, part), reading, file.config, where)
+    elif reading.separator:
+        yield from _separated(file, reading.separator.encode(), where, part)
     else:
-        yield from _texts(_records(file, kind), field, str(file.path))
+        yield _whole_file(file)
+
+
+def parts(file: SourceFile, reading: Reading, size: int) -> list[Part | None]:
+    """The parts of about ``size`` bytes that a big file can be read in, or [None] where it is read as a whole.
+
+    Files of lines, uncompressed text files with a separator, and parquet files have parts.
+    """
+    if file.path is None or file.size <= size:
+        return [None]
+    kind = _suffix(file.path)
+    if file.path.suffix.lower() in _COMPRESSIONS:
+        return [None]
+    try:
+        if kind == ".parquet":
+            return list(_row_group_parts(file.path, size))
+        if kind in (".jsonl", ".ndjson", ".json"):
+            with open(file.path, "rb") as stream:
+                if stream.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"[":
+                    return [None]
+            return list(_byte_parts(file, b"\n", size))
+        separator = (reading.separator or "").encode()
+        if kind not in _RECORD_FORMATS and separator and not _overlaps_itself(separator):
+            return list(_byte_parts(file, separator, size))
+    except _UNREADABLE:  # said when its documents are read
+        pass
+    return [None]
+
+
+def _overlaps_itself(separator: bytes) -> bool:
+    """Whether two occurrences can overlap, so that where one begins depends on all the text before."""
+    return any(separator.startswith(separator[n:]) for n in range(1, len(separator)))
+
+
+def _row_group_parts(path: Path, size: int) -> Iterator[Part]:
+    import pyarrow.parquet
+
+    metadata = pyarrow.parquet.ParquetFile(path).metadata
+    start, held = 0, 0
+    for number in range(metadata.num_row_groups):
+        held += metadata.row_group(number).total_byte_size
+        if held >= size or number == metadata.num_row_groups - 1:
+            yield Part(start, number + 1)
+            start, held = number + 1, 0
+
+
+def _byte_parts(file: SourceFile, delimiter: bytes, size: int) -> Iterator[Part]:
+    assert file.path is not None
+    with open(file.path, "rb") as stream:
+        start = 0
+        while start < file.size:
+            stop = _after_next(stream, delimiter, start + size, file.size)
+            yield Part(start, stop)
+            start = stop
+
+
+def _after_next(stream: Any, delimiter: bytes, place: int, end: int) -> int:
+    """Where the first delimiter that begins at ``place`` or later ends; ``end`` where there is none."""
+    while place < end:
+        stream.seek(place)
+        block = stream.read(2**20)
+        found = block.find(delimiter)
+        if found >= 0:
+            return place + found + len(delimiter)
+        place += max(1, len(block) - len(delimiter) + 1)
+    return end
 
 
 def _suffix(path: Path) -> str:
@@ -256,30 +435,138 @@ def _suffix(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _whole_file(file: SourceFile) -> Document | BadRecord:
+def _whole_file(file: SourceFile) -> Document | LargeDocument | BadRecord:
     assert file.path is not None
+    held: list[str] = []
+    digest = hashlib.blake2b(digest_size=16)
+    characters = 0
     try:
         with _open(file.path) as stream:
-            text = stream.read().decode("utf-8-sig")
+            for piece in _decoded(stream):
+                characters += len(piece)
+                digest.update(piece.encode())
+                if characters <= _PIECE_CHARACTERS:
+                    held.append(piece)
+                else:
+                    held.clear()
     except UnicodeDecodeError as error:
         return BadRecord(str(file.path), None, f"not UTF-8 at byte {error.start}")
     except _UNREADABLE as error:
         return BadRecord(str(file.path), None, f"cannot be read: {error}")
-    return Document(file.name, text) if text else BadRecord(str(file.path), None, "empty")
+    if characters > _PIECE_CHARACTERS:
+        return LargeDocument(file.name, file.path, characters, digest.digest())
+    return Document(file.name, "".join(held)) if characters else BadRecord(str(file.path), None, "empty")
 
 
-def _open(path: Path) -> Any:
-    if path.suffix.lower() in _ZSTANDARD:
+def _decoded(stream: Any) -> Iterator[str]:
+    """The text of a stream of UTF-8, without a byte order mark, in pieces of some megabytes."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    place = 0
+    while True:
+        block = stream.read(_BLOCK_BYTES)
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise UnicodeDecodeError(
+                "utf-8", error.object, place - pending + error.start, place - pending + error.end, error.reason
+            ) from None
+        place += len(block)
+        if text:
+            yield text
+        if not block:
+            return
+
+
+def _separated(file: SourceFile, separator: bytes, where: str, part: Part | None) -> Iterator[Document | BadRecord]:
+    """The documents between a text file's separators; what is empty between two of them is no document."""
+    assert file.path is not None
+    name = f"{file.name}@{part.start}" if part and part.start else file.name
+    number = 0
+    try:
+        with _open(file.path, part) as stream:
+            for number, record in enumerate(_split(stream, separator), 1):
+                if record is None:
+                    yield BadRecord(where, number, _TOO_LONG)
+                    continue
+                try:
+                    text = (record.removeprefix(_BYTE_ORDER_MARK) if number == 1 else record).decode()
+                except UnicodeDecodeError as error:
+                    yield BadRecord(where, number, f"not UTF-8 at byte {error.start} of this document")
+                    continue
+                if text:
+                    yield Document(f"{name}:{number}", text)
+    except _UNREADABLE as error:
+        yield BadRecord(where, None, f"cannot be read further: {error}")
+    if not number:
+        yield BadRecord(where, None, "empty")
+
+
+class _Bytes(io.RawIOBase):
+    """Bytes [start, stop) of a file, as a stream."""
+
+    def __init__(self, path: Path, part: Part) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._file.seek(part.start)
+        self._left = part.stop - part.start
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
+        self._left -= count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open(path: Path, part: Part | None = None) -> Any:
+    """A file's bytes, decompressed."""
+    if part:
+        return io.BufferedReader(_Bytes(path, part), _BLOCK_BYTES)
+    suffix = path.suffix.lower()
+    if suffix in _ZSTANDARD:
         return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    if suffix not in _COMPRESSIONS:
+        return open(path, "rb")
     import fsspec
 
     return fsspec.open(str(path), "rb", compression="infer").open()
 
 
-def _texts(records: Iterator[tuple[int, Any]], field: str, where: str) -> Iterator[Document | BadRecord]:
+def _split(stream: Any, delimiter: bytes) -> Iterator[bytes | None]:
+    """What is between the delimiters of a stream, one after the other; None for what is longer than a record may be."""
+    rest = bytearray()
+    too_long = False
+    # one read of what is underneath at a time: what came before damage is not lost with it
+    read = getattr(stream, "read1", stream.read)
+    while block := read(_BLOCK_BYTES):
+        searched = max(0, len(rest) - len(delimiter) + 1)
+        rest += block
+        if rest.find(delimiter, searched) >= 0:
+            *records, last = bytes(rest).split(delimiter)
+            for record in records:
+                yield None if too_long else record
+                too_long = False
+            rest = bytearray(last)
+        if len(rest) > _RECORD_BYTES:
+            too_long = True
+            del rest[: len(rest) - len(delimiter) + 1]
+    if rest or too_long:
+        yield None if too_long else bytes(rest)
+
+
+def _texts(
+    records: Iterator[tuple[int, Any]], reading: Reading, source: SourceConfig, where: str
+) -> Iterator[Document | BadRecord]:
     """Take the text out of numbered records; a record may be a BadRecord already."""
     seen: set[str] = set()
     found = False
+    fields = reading.fields(source)
+    base = os.path.basename(where)
     for line, record in records:
         if isinstance(record, BadRecord):
             yield record
@@ -287,29 +574,33 @@ def _texts(records: Iterator[tuple[int, Any]], field: str, where: str) -> Iterat
         if not isinstance(record, dict):
             yield BadRecord(where, line, "not an object with fields")
             continue
-        if field not in record:
+        missing = [field for field in fields if field not in record]
+        if missing:
             seen.update(str(key) for key in record)
-            yield BadRecord(where, line, f"no field {field!r}")
+            yield BadRecord(where, line, f"no field {missing[0]!r}")
             continue
         found = True
-        fault = _fault_of(record[field])
-        if fault:
-            yield BadRecord(where, line, f"field {field!r} {fault}")
+        faults = [(field, fault) for field in fields if (fault := _fault_of(record[field], len(fields) > 1))]
+        if faults:
+            yield BadRecord(where, line, f"field {faults[0][0]!r} {faults[0][1]}")
+        elif text := reading.text(source, record):
+            yield Document(f"{base}:{line}", text)
         else:
-            yield Document(f"{os.path.basename(where)}:{line}", record[field])
+            yield BadRecord(where, line, "all its fields are empty")
     if not found and seen:
+        key = "data.text_field to the one that holds" if len(fields) == 1 else "data.text_template to those that make"
         raise DataError(
-            f"{where}: no record has the field {field!r} (they have: {', '.join(sorted(seen)[:20])}). "
-            "Set data.text_field to the one that holds the text."
+            f"{where}: no record has the field {', '.join(map(repr, fields))} "
+            f"(they have: {', '.join(sorted(seen)[:20])}). Set {key} the text."
         )
 
 
-def _fault_of(text: Any) -> str | None:
-    """Why a field's value is not the text of a document."""
+def _fault_of(text: Any, may_be_empty: bool) -> str | None:
+    """Why a field's value is not the text of a document, or a part of it."""
     if not isinstance(text, str):
         return "is not a text"
     if not text:
-        return "is empty"
+        return None if may_be_empty else "is empty"
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -317,26 +608,32 @@ def _fault_of(text: Any) -> str | None:
     return None
 
 
-def _records(file: SourceFile, kind: str) -> Iterator[tuple[int, Any]]:
-    assert file.path is not None
-    where = str(file.path)
+def _records(path: Path, kind: str, where: str, fields: list[str], part: Part | None) -> Iterator[tuple[int, Any]]:
     try:
         if kind == ".parquet":
-            import pyarrow.parquet
-
-            reader = pyarrow.parquet.ParquetFile(where)
-            rows = (row for batch in reader.iter_batches(1024) for row in batch.to_pylist())
-            yield from enumerate(rows, 1)
+            yield from _parquet_rows(path, fields, part)
         elif kind == ".arrow":
             yield from enumerate((row for batch in _arrow_batches(where) for row in batch.to_pylist()), 1)
         elif kind == ".csv":
-            with _open(file.path) as stream:
+            with _open(path) as stream:
                 yield from enumerate(_csv_rows(stream), 2)
         else:
-            with _open(file.path) as stream:
+            with _open(path, part) as stream:
                 yield from _json_records(stream, where)
     except _UNREADABLE as error:
         yield 0, BadRecord(where, None, f"cannot be read further: {error}")
+
+
+def _parquet_rows(path: Path, fields: list[str], part: Part | None) -> Iterator[tuple[int, Any]]:
+    """Numbered rows; of the fields of the text alone, where the file has them."""
+    import pyarrow.parquet
+
+    reader = pyarrow.parquet.ParquetFile(path)
+    groups = range(part.start, part.stop) if part else range(reader.metadata.num_row_groups)
+    first = 1 + sum(reader.metadata.row_group(number).num_rows for number in range(groups.start))
+    columns = fields if set(fields) <= set(reader.schema_arrow.names) else None
+    batches = reader.iter_batches(1024, row_groups=list(groups), columns=columns)
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 
 def _arrow_batches(where: str) -> Iterator[Any]:
@@ -361,18 +658,41 @@ def _csv_rows(stream: Any) -> Iterator[dict[str, Any]]:
 def _json_records(stream: Any, where: str) -> Iterator[tuple[int, Any]]:
     """JSON lines; or, where the text begins with a bracket, one JSON list of objects."""
     begun = False
-    for number, line in enumerate(stream, 1):
+    lines = _split(stream, b"\n")
+    for number, line in enumerate(lines, 1):
+        if line is None:
+            yield number, BadRecord(where, number, _TOO_LONG)
+            continue
         line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-        if not line.strip():
+        if not line or line.isspace():
             continue
         if not begun and line.lstrip().startswith(b"["):
-            yield from enumerate(json.loads(line + stream.read()), 1)
+            yield from enumerate(json.loads(_joined(line, lines)), 1)
             return
         begun = True
         try:
-            yield number, json.loads(line)
+            yield number, _json(line)
         except (ValueError, RecursionError) as error:
             yield number, BadRecord(where, number, f"not JSON: {error}")
+
+
+def _joined(line: bytes, lines: Iterator[bytes | None]) -> bytes:
+    """The rest of a file that has to be in memory as a whole."""
+    kept, size = [line], len(line)
+    for line_after in lines:
+        size += _RECORD_BYTES + 1 if line_after is None else len(line_after)
+        if size > _RECORD_BYTES:
+            raise ValueError("a JSON list of more than 256 MB; write one object a line instead")
+        assert line_after is not None
+        kept.append(line_after)
+    return b"\n".join(kept)
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # or what only Python's own parser takes: NaN, lone surrogates
+        return json.loads(line)
 
 
 def _hub_records(file: SourceFile) -> Iterator[tuple[int, Any]]:

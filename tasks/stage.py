@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from tasks.home import Home
-from trainer.durable import complete_directory, exclusive, faults
+from trainer.durable import complete_directory, exclusive, faults, hash_file
 from trainer.errors import ForgelineError, may_retry
 
 logger = logging.getLogger("forgeline")
@@ -45,13 +45,16 @@ def timed(stage: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
-def build_once(home: Home, kind: str, name: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, bool]:
+def build_once(
+    home: Home, kind: str, name: str, build: Callable[[Path], dict[str, Any]], known: Mapping[Path, str] | None = None
+) -> tuple[Path, bool]:
     """The output directory `HOME/<kind>/<name>`, built unless it is there and whole.
 
     A second run that wants the same output waits for the first. A damaged output is rebuilt.
 
     Args:
         build: fills the directory it is given and returns the manifest's content.
+        known: SHA-256 of files that ``build`` made and that need not be read again.
 
     Returns:
         The directory, and whether it was already there.
@@ -64,8 +67,9 @@ def build_once(home: Home, kind: str, name: str, build: Callable[[Path], dict[st
                 return final, True
             logger.warning("%s; building it again", found[0])
         content: dict[str, Any] = {}
-        with complete_directory(final, content) as directory:
+        with complete_directory(final, content, lambda path: (known or {}).get(path) or hash_file(path)) as directory:
             content.update(build(directory))
+        home.hashes().remember(final)
         return final, False
 
 

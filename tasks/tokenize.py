@@ -1,34 +1,44 @@
-"""The tokenize stage: documents in, a shard set out."""
+"""The tokenize stage: documents in, a shard set out.
+
+The text is cut into units of work (`tasks/units.py`), which are built in parallel and stay whatever happens to the
+others. The set binds them together: hard links to their shards, in order, and one manifest. Where text has been added
+since an earlier set, that set's units come first, as they are, and only the new files make new ones.
+"""
 
 import hashlib
 import json
 import logging
+import os
+import random
+import shutil
 from collections import Counter
-from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from annotated_types import Ge, Le, Lt
 from prefect import task
 from pydantic import Field, model_validator
 
+from tasks.duplicates import without_duplicates
+from tasks.encoding import Tokenization, fast_encoder_agrees
 from tasks.home import Home
 from tasks.progress import Progress, report
-from tasks.sources import BadRecord, Document, SourceConfig, SourceFile, read_documents
+from tasks.sources import BadRecord, Part, Reading, SourceConfig, SourceFile, parts, read_documents, template_fields
 from tasks.stage import Reference, build_once, shown, timed
-from tasks.tokenizer import TokenizerConfig, text_share
+from tasks.tokenizer import TokenizerConfig
+from tasks.units import Rules, Unit, build_all, facts
 from trainer.data.shards import FORMAT_VERSION as SHARD_FORMAT
-from trainer.data.shards import ShardSet, ShardWriter
+from trainer.data.shards import ShardSet
+from trainer.durable import faults, read_manifest
 from trainer.errors import DataError
 from trainer.settings import OPERATIONAL, Settings, fingerprint
 
 logger = logging.getLogger("forgeline")
 
-FORMAT_VERSION = 1
-CANARY = "Zoë’s naïve 🦊 said: “x²≠١٢٣”\t<|endoftext|>\r\n  if a[0]==None:\u00a0pass  # 中文 e\u0301 \x00 1234567890"
-_BATCH_BYTES = 4 * 2**20
+FORMAT_VERSION = 2
+_WORTH_PROCESSES = 8 * 2**20
+"""Bytes of text below which starting processes takes longer than the work."""
+_SAMPLE_FILES, _SAMPLE_TEXTS, _SAMPLE_CHARACTERS = 16, 4, 8192
 
 
 class DataConfig(Settings):
@@ -40,6 +50,16 @@ class DataConfig(Settings):
     """Validation text of its own. Unset: a part of the sources."""
     text_field: str = "text"
     """Field that holds the text, in JSON lines, CSV, parquet, Arrow and hub data sets."""
+    text_template: str | None = None
+    """Text made of several fields in place of one, such as `"{title}\\n\\n{body}"`."""
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    """What is between the documents of a text file. Unset: a file is one document."""
+    minimum_length: Annotated[int, Ge(0)] = 0
+    """Fewest characters of a document; shorter ones are left out."""
+    maximum_length: Annotated[int, Ge(1)] | None = None
+    """Most characters of a document; longer ones are left out."""
+    deduplicate: bool = False
+    """Keep only the first of documents with exactly the same text, across all sources."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     sequence_length: Annotated[int, Ge(2)] = 1024
@@ -50,6 +70,12 @@ class DataConfig(Settings):
     """hash: whole documents, by a hash of their text; position: the last characters of every document."""
     shard_tokens: Annotated[int, Ge(1)] = 2**24
     """Tokens after which a shard is closed."""
+    unit_bytes: Annotated[int, Ge(1)] = 16 * 2**20
+    """About how much text is one unit of work: what a kill can cost a process."""
+    processes: Annotated[int | None, Ge(1), OPERATIONAL] = None
+    """Processes that tokenize. Unset: one a core."""
+    runner: Annotated[Literal["local", "ray"], OPERATIONAL] = "local"
+    """local: this machine; ray: a Ray cluster whose machines share the work directory (extra `forgeline[ray]`)."""
     bad_record_limit: Annotated[float, Ge(0), Le(1), OPERATIONAL] = 0.01
     """Largest share of records that may be unreadable; they are listed in the set's quarantine.jsonl."""
 
@@ -61,6 +87,19 @@ class DataConfig(Settings):
                 f"sources: set a weight for all of them or for none (source {weights.index(None)} has none)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _usable_template_and_lengths(self) -> "DataConfig":
+        if self.text_template is not None:
+            template_fields(self.text_template)
+        if self.maximum_length is not None and self.maximum_length < self.minimum_length:
+            raise ValueError(f"maximum_length: {self.maximum_length} is less than minimum_length={self.minimum_length}")
+        return self
+
+    @property
+    def reading(self) -> Reading:
+        """How records become texts."""
+        return Reading(self.text_field, self.text_template, self.separator)
 
     @property
     def weights(self) -> list[float] | None:
@@ -87,171 +126,265 @@ def tokenize(
     Raises:
         DataError: too many records are bad, a source has no usable text, or a split is empty.
     """
-    settings = config.identity()
+    family = _family(config, validation_files, tokenizer)
+    layers = _layers(home, family, files)
     name = fingerprint(
-        "tokenize",
-        FORMAT_VERSION,
-        shard_format=SHARD_FORMAT,
-        config={key: settings[key] for key in ("validation_fraction", "validation_split", "shard_tokens")},
-        text_field=config.text_field,
-        files=[file.identity() for file in files],
-        validation_files=[file.identity() for file in validation_files],
-        tokenizer=tokenizer.fingerprint,
+        "tokenize", FORMAT_VERSION, family=family, layers=[[f.identity() for f in layer] for layer in layers]
     )
 
-    def build(directory: Path) -> dict[str, Any]:
-        return _Tokenization(config, files, validation_files, tokenizer, directory).run(name)
+    known: dict[Path, str] = {}
 
-    path, cached = build_once(home, "shards", name, build)
+    def build(directory: Path) -> dict[str, Any]:
+        return _Tokenizing(home, config, validation_files, layers, tokenizer, directory, known).run(name, family)
+
+    path, cached = build_once(home, "shards", name, build, known)
     _refuse_too_many_bad(ShardSet.open(path).manifest["records"], config.bad_record_limit)
     return Reference(path=path, fingerprint=name, cached=cached)
 
 
-class _Tokenization:
+def _family(config: DataConfig, validation_files: list[SourceFile], tokenizer: Reference) -> str:
+    """Fingerprint of all but the training files: sets of one family can grow out of one another."""
+    settings = config.identity()
+    keys = ("validation_fraction", "validation_split", "shard_tokens", "unit_bytes", "minimum_length",
+            "maximum_length", "deduplicate")  # fmt: skip
+    return fingerprint(
+        "tokenize-family",
+        FORMAT_VERSION,
+        shard_format=SHARD_FORMAT,
+        config={key: settings[key] for key in keys},
+        reading=config.reading.identity(),
+        validation_files=[file.identity() for file in validation_files],
+        tokenizer=tokenizer.fingerprint,
+    )
+
+
+def _layers(home: Home, family: str, files: list[SourceFile]) -> list[list[SourceFile]]:
+    """The training files as they came: those of the largest earlier set that they contain, then the others."""
+    present = {_key(file.identity()): file for file in files}
+    best: list[list[SourceFile]] = []
+    for path in sorted((home.path / "shards").glob("[!.]*")):
+        manifest = read_manifest(path) or {}
+        if manifest.get("kind") != "shards" or manifest.get("family") != family:
+            continue
+        inputs = [entry for entry in manifest["inputs"] if not entry["validation"]]
+        if any(_key(entry["identity"]) not in present for entry in inputs):
+            continue
+        if len(inputs) > sum(map(len, best)):
+            best = [[] for _ in range(1 + max(entry["layer"] for entry in inputs))]
+            for entry in inputs:
+                best[entry["layer"]].append(present[_key(entry["identity"])])
+    known = {_key(file.identity()) for layer in best for file in layer}
+    added = [file for file in files if _key(file.identity()) not in known]
+    return [*best, added] if added else best
+
+
+def _key(identity: list[Any]) -> tuple[Any, ...]:
+    return tuple(identity)
+
+
+class _Tokenizing:
     """One run of the stage, filling one directory."""
 
     def __init__(
         self,
+        home: Home,
         config: DataConfig,
-        files: list[SourceFile],
         validation_files: list[SourceFile],
+        layers: list[list[SourceFile]],
         tokenizer: Reference,
         directory: Path,
+        known: dict[Path, str],
     ) -> None:
-        from tokenizers import Tokenizer
+        self.known = known
+        self.home, self.config, self.directory, self.tokenizer = home, config, directory, tokenizer
+        self.validation_files, self.layers = validation_files, layers
+        self.tokenization = Tokenization(tokenizer.path, fast=False)
+        self.encoder = fast_encoder_agrees(self.tokenization, self._sample())
+        logger.log(
+            logging.INFO if self.encoder["fast"] else logging.WARNING,
+            "tokenize encoder=%s (%s)", self.encoder["name"], self.encoder["why"],
+        )  # fmt: skip
+        self.total = sum(file.size for layer in [validation_files, *layers] for file in layer)
+        self.done = 0
 
-        self.config, self.files, self.validation_files, self.directory = config, files, validation_files, directory
-        self.tokenizer_fingerprint = tokenizer.fingerprint
-        self.encoder = Tokenizer.from_file(str(tokenizer.path / "tokenizer.json"))
-        # the text of a document is never a control token, even where it spells one
-        self.encoder.encode_special_tokens = True
-        self.encoder.no_truncation()
-        self.encoder.no_padding()
-        settings = json.loads((tokenizer.path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        end = settings["eos_token"]
-        self.end_token: str = end if isinstance(end, str) else end["content"]
-        vocabulary = self.encoder.get_vocab(with_added_tokens=True)
-        if self.end_token not in vocabulary:
-            raise DataError(f"{tokenizer.path}: its end-of-text token {self.end_token!r} is not in its vocabulary.")
-        self.end_id = vocabulary[self.end_token]
-        self.vocabulary_size = max(vocabulary.values()) + 1  # some vocabularies have gaps
-        self.held_out: set[bytes] = set()
-        self.records: Counter[str] = Counter()
-        self.bad: list[BadRecord] = []
-
-    def run(self, name: str) -> dict[str, Any]:
+    def run(self, name: str, family: str) -> dict[str, Any]:
         """Tokenize everything; returns the manifest's content."""
-        shards: list[dict[str, Any]] = []
-        work = [(file, True) for file in self.validation_files] + [(file, False) for file in self.files]
-        total = sum(file.size for file, _ in work)
-        done = 0
-        writers: dict[str, ShardWriter] = {}
-        previous: tuple[int, bool] | None = None
-        for file, validates in work:
-            if (file.source, validates) != previous:
-                shards += _close(writers)
-                writers = {split: self._writer(split, file.source) for split in ("train", "validation")}
-                previous = (file.source, validates)
-            for batch in _batches(self._split(file, validates)):
-                self._encode(batch, writers)
-            done += file.size
-            report(Progress("tokenize", done / 1e6, total / 1e6 or None, "MB"))
-        shards += _close(writers)
-        self._check(shards)
+        validation = self._units(self.validation_files, "validation", ())
+        held_out = tuple(self._build(validation))
+        split = "train" if self.validation_files else self.config.validation_split
+        training = [unit for layer in self.layers for unit in self._units(layer, split, held_out)]
+        units = [*validation, *training]
+        paths = [*held_out, *self._build(training)]
+        if self.config.deduplicate:
+            paths = without_duplicates(self.home, paths, self.config.shard_tokens)
+        records, shards = self._assemble(list(zip(units, paths, strict=True)))
+        self._check(records, shards)
+        tokenization = self.tokenization
         return {
             "kind": "shards",
             "format_version": SHARD_FORMAT,
             "fingerprint": name,
+            "family": family,
             "tokenizer": {
-                "fingerprint": self.tokenizer_fingerprint,
-                "vocabulary_size": self.vocabulary_size,
-                "end_token": self.end_token,
-                "end_id": self.end_id,
-                "beginning_token": None,
+                "fingerprint": self.tokenizer.fingerprint,
+                "vocabulary_size": tokenization.vocabulary_size,
+                "end_token": tokenization.end_token,
+                "end_id": tokenization.end_id,
+                "beginning_token": tokenization.beginning_token,
+                "beginning_id": tokenization.beginning_id,
             },
-            "canary": self._canary(),
-            "records": self._record_counts(),
+            "encoder": {key: self.encoder[key] for key in ("name", "why")},
+            "canary": tokenization.canary(),
+            "records": records,
             "shards": shards,
             "inputs": [
                 {"source": file.source, "name": file.name, "path": str(file.path or ""), "sha256": file.sha256,
-                 "size": file.size, "validation": validates}
-                for file, validates in work
+                 "size": file.size, "validation": number < 0, "layer": number, "identity": file.identity()}
+                for number, layer in enumerate([self.validation_files, *self.layers], -1) for file in layer
             ],
         }  # fmt: skip
 
-    def _canary(self) -> dict[str, Any]:
-        try:
-            return {"text": CANARY, "ids": self.encoder.encode(CANARY, add_special_tokens=False).ids}
-        except Exception:  # a char vocabulary lacks the canary's characters: use those it has
-            text = "".join(symbol for symbol in sorted(self.encoder.get_vocab()) if len(symbol) == 1)
-            return {"text": text, "ids": self.encoder.encode(text, add_special_tokens=False).ids}
+    def _sample(self) -> list[str]:
+        """Beginnings of some documents of the input, the same for the same input."""
+        files = [file for layer in self.layers for file in layer if file.path]
+        chosen = random.Random(len(files)).sample(files, min(_SAMPLE_FILES, len(files)))
+        texts: list[str] = []
+        for file in chosen:
+            first: list[str] = []
+            try:
+                for item in read_documents(file, self.config.reading):
+                    if not isinstance(item, BadRecord):
+                        first.append(next(item.pieces())[:_SAMPLE_CHARACTERS])
+                    if len(first) == _SAMPLE_TEXTS:
+                        break
+            except DataError:  # said when its unit is built
+                pass
+            texts += first
+        return texts
 
-    def _writer(self, split: str, source: int) -> ShardWriter:
-        return ShardWriter(
-            self.directory, split, source, self.vocabulary_size, self.tokenizer_fingerprint, self.config.shard_tokens
-        )
+    def _units(self, files: list[SourceFile], split: str, held_out: tuple[Path, ...]) -> list[Unit]:
+        """The units of work of a layer's files, which are in order."""
+        config = self.config
+        rules = Rules(
+            config.reading, config.minimum_length, config.maximum_length, split, config.validation_fraction,
+            config.shard_tokens, held_out,
+        )  # fmt: skip
+        return [
+            Unit(
+                fingerprint(
+                    "unit",
+                    FORMAT_VERSION,
+                    shard_format=SHARD_FORMAT,
+                    # without the source's number: a unit stays when sources change their order
+                    files=[[*file.identity()[1:], *([part.start, part.stop] if part else [])] for file, part in group],
+                    rules=rules.identity(),
+                    held_out=[f.identity() for f in self.validation_files] if split == "train" else [],
+                    tokenizer=self.tokenizer.fingerprint,
+                ),
+                group, rules, self.tokenizer.path, self.tokenizer.fingerprint, self.encoder["fast"],
+            )
+            for group in _groups(files, config)
+        ]  # fmt: skip
 
-    def _split(self, file: SourceFile, validates: bool) -> Iterator[tuple[str, Document]]:
-        """The readable documents of a file, each with its split."""
-        for item in read_documents(file, self.config.text_field):
-            self.records["read"] += 1
-            if isinstance(item, BadRecord):
-                self._quarantine(item)
-            elif validates:
-                self.held_out.add(_digest(item.text))
-                yield "validation", item
-            elif self.validation_files:
-                if _digest(item.text) not in self.held_out:
-                    yield "train", item
-            elif self.config.validation_split == "position":
-                # decimal, because 10 * (1 - 0.9) is less than 1 in floating point
-                cut = int(len(item.text) * (1 - Decimal(repr(self.config.validation_fraction))))
-                for split, text in (("train", item.text[:cut]), ("validation", item.text[cut:])):
-                    if text:
-                        yield split, Document(item.name, text)
-            else:
-                held_out = text_share(item.text, "validation") < self.config.validation_fraction
-                yield ("validation" if held_out else "train"), item
+    def _build(self, units: list[Unit]) -> list[Path]:
+        places = [self.home.directory("units", unit.name) for unit in units]
+        hashes = self.home.hashes()
+        distinct = dict(zip(places, units, strict=True))
+        missing = [unit for place, unit in distinct.items() if not place.exists() or faults(place, hashes)]
+        self.done += sum(unit.size for unit in units) - sum(unit.size for unit in missing)
+        processes = self.config.processes or os.cpu_count() or 1
+        if sum(unit.size for unit in missing) < _WORTH_PROCESSES and self.config.processes is None:
+            processes = 1
+        if self.config.runner == "ray":
+            from tasks.ray import build_on_ray  # imports what only the extra brings
 
-    def _record_counts(self) -> dict[str, Any]:
-        return {"read": self.records["read"], "bad": self.records["bad"], "first_bad": [str(bad) for bad in self.bad]}
+            build_on_ray(self.home, missing, self._progress)
+        else:
+            build_all(self.home, missing, processes, self._progress)
+        return places
 
-    def _quarantine(self, record: BadRecord) -> None:
-        self.records["bad"] += 1
-        if len(self.bad) < 3:
-            self.bad.append(record)
+    def _progress(self, unit: Unit) -> None:
+        self.done += unit.size
+        report(Progress("tokenize", self.done / 1e6, self.total / 1e6 or None, "MB"))
+
+    def _assemble(self, built: list[tuple[Unit, Path]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Link the units' shards into the set, in order; returns the counts of records and the shards."""
+        counts: Counter[str] = Counter(read=0, bad=0)
+        numbers: Counter[tuple[str, int]] = Counter()
+        shards: list[dict[str, Any]] = []
+        first_bad: list[str] = []
+        for unit, path in built:
+            manifest = facts(path)
+            counts.update(manifest["records"])
+            if (path / "quarantine.jsonl").exists():
+                first_bad += self._quarantine(path / "quarantine.jsonl", 3 - len(first_bad))
+            sums = {entry["path"]: entry["sha256"] for entry in manifest["files"]}
+            for shard in manifest["shards"]:
+                key = shard["split"], unit.files[0][0].source
+                place = f"{key[0]}/source-{key[1]:03d}-shard-{numbers[key]:05d}.arrow"
+                numbers[key] += 1
+                (self.directory / place).parent.mkdir(exist_ok=True)
+                if _link(path / shard["path"], self.directory / place):
+                    self.known[self.directory / place] = sums[shard["path"]]
+                shards.append({**shard, "path": place, "source": key[1]})
+        return {**counts, "first_bad": first_bad}, shards
+
+    def _quarantine(self, path: Path, examples: int) -> list[str]:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         with open(self.directory / "quarantine.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(vars(record)) + "\n")
+            file.writelines(lines)
+        return [str(BadRecord(**json.loads(line))) for line in lines[: max(0, examples)]]
 
-    def _encode(self, batch: list[tuple[str, Document]], writers: dict[str, ShardWriter]) -> None:
-        try:
-            encodings = self.encoder.encode_batch_fast([d.text for _, d in batch], add_special_tokens=False)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(
-                f"{batch[0][1].name} or one shortly after it: the tokenizer cannot encode it ({error})."
-            ) from None
-        for split, writer in writers.items():
-            chosen = [
-                (document, encoding.ids) for (s, document), encoding in zip(batch, encodings, strict=True) if s == split
-            ]
-            if chosen:
-                ids = np.concatenate([np.array([*ids, self.end_id], dtype=np.int64) for _, ids in chosen])
-                lengths = np.array([len(ids) + 1 for _, ids in chosen])
-                size = sum(len(document.text.encode("utf-8", "surrogatepass")) for document, _ in chosen)
-                writer.add(ids, lengths, [document.name for document, _ in chosen], size)
-
-    def _check(self, shards: list[dict[str, Any]]) -> None:
-        _refuse_too_many_bad(self._record_counts(), self.config.bad_record_limit)
-        if self.bad:
-            logger.warning("%d records were put into quarantine.jsonl; first: %s", self.records["bad"], self.bad[0])
+    def _check(self, records: dict[str, Any], shards: list[dict[str, Any]]) -> None:
+        _refuse_too_many_bad(records, self.config.bad_record_limit)
+        if records["bad"]:
+            logger.warning(
+                "%d records were put into quarantine.jsonl; first: %s", records["bad"], records["first_bad"][0]
+            )
         for number in range(len(self.config.sources)):
             if not any(s["split"] == "train" and s["source"] == number for s in shards):
                 raise DataError(f"data.sources[{number}]: no document of it is left for training.")
         if not any(shard["split"] == "validation" for shard in shards):
             raise DataError(
-                f"data.validation_fraction: no document of {self.records['read']} fell into the validation split. "
+                f"data.validation_fraction: no document of {records['read']} fell into the validation split. "
                 "Raise it, set data.validation_split: position, or give data.validation_sources."
             )
+
+
+def _groups(files: list[SourceFile], config: DataConfig) -> list[tuple[tuple[SourceFile, Part | None], ...]]:
+    """Files of one source together up to about ``unit_bytes``, and bigger ones in parts.
+
+    Where a group ends is drawn by the name of its last file, so that a changed file leaves the groups after it alone.
+    """
+    groups: list[tuple[tuple[SourceFile, Part | None], ...]] = []
+    group: list[tuple[SourceFile, Part | None]] = []
+    size = 0
+    for number, file in enumerate(files):
+        pieces = parts(file, config.reading, config.unit_bytes)
+        if pieces == [None]:
+            group.append((file, None))
+            size += file.size
+        drawn = int.from_bytes(hashlib.blake2b(file.name.encode(), digest_size=4).digest(), "big") / 2**32
+        full = size >= config.unit_bytes or (
+            2 * size >= config.unit_bytes and drawn < 4 * file.size / config.unit_bytes
+        )
+        last = number + 1 == len(files) or files[number + 1].source != file.source
+        if group and (full or last or pieces != [None]):
+            groups.append(tuple(group))
+            group, size = [], 0
+        if pieces != [None]:
+            groups += [((file, piece),) for piece in pieces]
+    return groups
+
+
+def _link(origin: Path, place: Path) -> bool:
+    """Whether it is the same file under another name; a copy where the file system has no hard links."""
+    try:
+        os.link(origin, place)
+    except OSError:
+        shutil.copyfile(origin, place)
+        return False
+    return True
 
 
 def _refuse_too_many_bad(records: dict[str, Any], limit: float) -> None:
@@ -260,29 +393,6 @@ def _refuse_too_many_bad(records: dict[str, Any], limit: float) -> None:
             f"data.sources: {records['bad']} of {records['read']} records cannot be used, more than "
             f"data.bad_record_limit={limit:g} allows. First: {'; '.join(records['first_bad'])}"
         )
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    batch: list[tuple[str, Document]] = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += len(item[1].text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _close(writers: dict[str, ShardWriter]) -> list[dict[str, Any]]:
-    for writer in writers.values():
-        writer.flush()
-    return [shard for writer in writers.values() for shard in writer.shards]
 
 
 def describe(directory: Path) -> dict[str, Any]:

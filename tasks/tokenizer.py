@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from tasks.home import Home, content_of
 from tasks.progress import Progress, Watcher, current_watcher
-from tasks.sources import Document, SourceFile, read_documents
+from tasks.sources import BadRecord, Reading, SourceFile, read_documents, text_share
 from tasks.stage import Reference, build_once, shown, timed
 from trainer.errors import ConfigError, DataError
 from trainer.settings import ShortSettings, fingerprint
@@ -51,7 +51,7 @@ class TokenizerConfig(ShortSettings):
 
 
 @timed
-def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Reference:
+def build_tokenizer(home: Home, config: TokenizerConfig, reading: Reading, files: list[SourceFile]) -> Reference:
     """Train or take the tokenizer; `HOME/tokenizers/<fingerprint>/` holds it for `AutoTokenizer.from_pretrained`.
 
     Raises:
@@ -64,7 +64,11 @@ def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files:
     if config.type != "bpe":
         content = {key: value for key, value in content.items() if key not in ("vocabulary_size", "training_bytes")}
     name = fingerprint(
-        "tokenizer", FORMAT_VERSION, config=content, text_field=text_field if trained_on else None, files=trained_on
+        "tokenizer",
+        FORMAT_VERSION,
+        config=content,
+        reading=reading.identity() if trained_on else None,
+        files=trained_on,
     )
 
     def build(directory: Path) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files:
         else:
             makers = {"bpe": _bpe, "byte": lambda *_: _byte(), "char": _char}
             tokenizer = PreTrainedTokenizerFast(
-                tokenizer_object=makers[config.type](config, text_field, files),
+                tokenizer_object=makers[config.type](config, reading, files),
                 eos_token=END_OF_TEXT,
                 clean_up_tokenization_spaces=False,
             )
@@ -86,25 +90,22 @@ def build_tokenizer(home: Home, config: TokenizerConfig, text_field: str, files:
     return Reference(path=path, fingerprint=name, cached=cached)
 
 
-def _documents(files: list[SourceFile], text_field: str, limit: int, watch: Watcher) -> Iterator[str]:
+def _documents(files: list[SourceFile], reading: Reading, limit: int, watch: Watcher) -> Iterator[str]:
     """The documents' texts, thinned out evenly by their hash to about ``limit`` bytes."""
     share = min(1.0, limit / max(1, sum(file.size for file in files)))
     taken = 0
     for number, file in enumerate(files):
-        for item in read_documents(file, text_field):
-            if isinstance(item, Document) and text_share(item.text, "tokenizer") < share and taken < 2 * limit:
-                taken += len(item.text)
-                yield item.text
+        for item in read_documents(file, reading):
+            if isinstance(item, BadRecord) or taken >= 2 * limit or text_share(item.digest(), "tokenizer") >= share:
+                continue
+            for piece in item.pieces():
+                if taken < 2 * limit:
+                    taken += len(piece)
+                    yield piece
         watch(Progress("tokenizer", number + 1, len(files), "files"))
 
 
-def text_share(text: str, purpose: str) -> float:
-    """A number in [0, 1) that is always the same for the same text and purpose."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=purpose.encode()).digest()
-    return int.from_bytes(digest, "big") / 2**64
-
-
-def _bpe(config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Any:
+def _bpe(config: TokenizerConfig, reading: Reading, files: list[SourceFile]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -116,7 +117,7 @@ def _bpe(config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> A
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_documents(files, text_field, config.training_bytes, current_watcher()), trainer)
+    tokenizer.train_from_iterator(_documents(files, reading, config.training_bytes, current_watcher()), trainer)
     size = tokenizer.get_vocab_size()
     if size < config.vocabulary_size:
         raise ConfigError(
@@ -137,14 +138,15 @@ def _byte() -> Any:
     return tokenizer
 
 
-def _char(config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Any:
+def _char(config: TokenizerConfig, reading: Reading, files: list[SourceFile]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     symbols: set[str] = set()
     for file in files:
-        for item in read_documents(file, text_field):
-            if isinstance(item, Document):
-                symbols.update(item.text)
+        for item in read_documents(file, reading):
+            if not isinstance(item, BadRecord):
+                for piece in item.pieces():
+                    symbols.update(piece)
     if not symbols:
         raise DataError("data.sources: no text to take characters from.")
     tokenizer = Tokenizer(models.WordLevel({symbol: number for number, symbol in enumerate(sorted(symbols))}))
@@ -183,6 +185,6 @@ def load_pretrained(config: TokenizerConfig) -> Any:
 
 
 @task(name="tokenizer", task_run_name="tokenizer-{config.type}")
-def tokenizer_task(home: Home, config: TokenizerConfig, text_field: str, files: list[SourceFile]) -> Reference:
+def tokenizer_task(home: Home, config: TokenizerConfig, reading: Reading, files: list[SourceFile]) -> Reference:
     """Train or take the tokenizer."""
-    return shown(build_tokenizer(home, config, text_field, files))
+    return shown(build_tokenizer(home, config, reading, files))

@@ -71,17 +71,20 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def seal(directory: Path, final: Path, content: dict[str, Any]) -> None:
+def seal(directory: Path, final: Path, content: dict[str, Any], hash_of: Callable[[Path], str] = hash_file) -> None:
     """Give a finished directory its manifest and its final name.
 
     The manifest holds ``content``, ``files`` (path, size in bytes and SHA-256 of every file) and a
     ``checksum`` of itself.
     Everything is on the disk before the rename makes it visible.
+
+    Args:
+        hash_of: gives the SHA-256 of a file; callers may pass one that knows it already.
     """
     files = []
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         fsync(path)
-        files.append({"path": str(path.relative_to(directory)), "size": path.stat().st_size, "sha256": hash_file(path)})
+        files.append({"path": str(path.relative_to(directory)), "size": path.stat().st_size, "sha256": hash_of(path)})
     manifest = {**content, "files": files}
     write_json(directory / MANIFEST, {**manifest, "checksum": _checksum(manifest)})
     for path in sorted(path for path in directory.rglob("*") if path.is_dir()):
@@ -99,7 +102,9 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 
 @contextmanager
-def complete_directory(final: Path, content: dict[str, Any]) -> Iterator[Path]:
+def complete_directory(
+    final: Path, content: dict[str, Any], hash_of: Callable[[Path], str] = hash_file
+) -> Iterator[Path]:
     """Yield an empty directory that becomes ``final`` when the block ends well, and vanishes otherwise.
 
     The caller may add to ``content`` inside the block; it becomes the manifest.
@@ -110,7 +115,7 @@ def complete_directory(final: Path, content: dict[str, Any]) -> Iterator[Path]:
         aside.mkdir(parents=True)
         try:
             yield aside
-            seal(aside, final, content)
+            seal(aside, final, content, hash_of)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise

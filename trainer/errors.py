@@ -47,6 +47,10 @@ class TrainerDiedError(RetryableError):
     """A rank or the launcher ended without finishing: killed, crashed, or the node failed."""
 
 
+class WorkerDiedError(RetryableError):
+    """A tokenization process ended without finishing its unit; what others finished stays."""
+
+
 class TrainerHungError(RetryableError):
     """No rank finished a step for far longer than a step takes."""
 

@@ -22,7 +22,7 @@ import pyarrow.parquet
 import pytest
 
 from tasks.home import FileHashes, Home
-from tasks.sources import BadRecord, Document, SourceConfig, SourceFile, read_documents, resolve
+from tasks.sources import BadRecord, Document, Reading, SourceConfig, SourceFile, read_documents, resolve
 from trainer.errors import DataError, MachineError
 
 TEXTS = ["first\r\nwith CRLF", "zweites: Zoë 🦊", "third\x00with NUL", "x" * 200_000]
@@ -39,7 +39,7 @@ def files(work: Home, *sources: Any) -> list[SourceFile]:
 
 
 def read(work: Home, source: Any, field: str = "text") -> list[Document | BadRecord]:
-    return [item for file in files(work, source) for item in read_documents(file, field)]
+    return [item for file in files(work, source) for item in read_documents(file, Reading(field))]
 
 
 def texts(work: Home, source: Any, field: str = "text") -> list[str]:

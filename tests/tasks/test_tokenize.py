@@ -18,11 +18,12 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from tasks.encoding import CANARY
 from tasks.home import Home
-from tasks.sources import SourceFile, resolve
+from tasks.sources import Reading, SourceFile, resolve, text_digest, text_share
 from tasks.stage import Reference
-from tasks.tokenize import CANARY, DataConfig, tokenize
-from tasks.tokenizer import END_OF_TEXT, TokenizerConfig, build_tokenizer, text_share
+from tasks.tokenize import DataConfig, tokenize
+from tasks.tokenizer import END_OF_TEXT, TokenizerConfig, build_tokenizer
 from trainer.data.shards import ShardSet
 from trainer.durable import faults
 from trainer.errors import ConfigError, DataError
@@ -50,7 +51,7 @@ from tasks.tokenizer import build_tokenizer
 home, config, slow = Home(Path(sys.argv[1])), DataConfig.model_validate_json(sys.argv[2]), len(sys.argv) > 3
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
 files = resolve(home, config.sources, "data.sources")
-tokenizer = build_tokenizer(home, config.tokenizer, "text", files)
+tokenizer = build_tokenizer(home, config.tokenizer, config.reading, files)
 
 def watch(progress):
     print(f"{progress.stage} {progress.done}", flush=True)
@@ -91,7 +92,7 @@ def found(home: Home, config: DataConfig) -> tuple[list[SourceFile], list[Source
 
 
 def tokenizer_of(home: Home, config: DataConfig) -> Reference:
-    return build_tokenizer(home, config.tokenizer, config.text_field, found(home, config)[0])
+    return build_tokenizer(home, config.tokenizer, config.reading, found(home, config)[0])
 
 
 def shards_of(home: Home, config: DataConfig) -> Reference:
@@ -153,7 +154,7 @@ def test_a_char_tokenizer_has_one_id_a_character_of_the_text_in_sorted_order(wor
 
 
 def test_a_byte_tokenizer_has_one_id_a_byte_and_needs_no_text(work):
-    tokenizer = AutoTokenizer.from_pretrained(build_tokenizer(work, TokenizerConfig(type="byte"), "text", []).path)
+    tokenizer = AutoTokenizer.from_pretrained(build_tokenizer(work, TokenizerConfig(type="byte"), Reading(), []).path)
     text = "".join(AWKWARD).replace(END_OF_TEXT, "")
     assert len(tokenizer.encode(text)) == len(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -216,7 +217,7 @@ def test_a_pretrained_tokenizer_that_cannot_be_loaded_is_refused_by_key(work, tm
     (tmp_path / "broken.json").write_text("{")
     config = TokenizerConfig(type="pretrained", path=str(tmp_path / path))
     with pytest.raises(ConfigError, match=r"data.tokenizer.path: .*cannot be loaded"):
-        build_tokenizer(work, config, "text", [])
+        build_tokenizer(work, config, Reading(), [])
 
 
 def test_a_tokenizer_that_needs_no_text_has_the_same_identity_whatever_the_text(work, tmp_path):
@@ -237,7 +238,7 @@ def test_the_same_text_is_on_the_same_side_whatever_file_it_came_in(work, tmp_pa
     assert len(train) + len(validation) == 650
     assert not set(train) & set(validation)
     assert set(train) | set(validation) == set(texts)
-    assert {text for text in texts if text_share(text, "validation") < 0.3} == set(validation)
+    assert {text for text in texts if text_share(text_digest(text), "validation") < 0.3} == set(validation)
     assert 80 < len(set(validation)) < 160, "about 120"
 
 
@@ -320,7 +321,8 @@ def test_bad_records_under_the_limit_are_listed_in_the_set(work, tmp_path):
     listed = [json.loads(line) for line in (shards / "quarantine.jsonl").read_text().splitlines()]
     assert listed == [{"file": source, "line": line, "reason": "field 'text' is not a text"} for line in (99, 100)]
     manifest = ShardSet.open(shards).manifest
-    assert manifest["records"] == {"read": 100, "bad": 2}
+    assert {name: manifest["records"][name] for name in ("read", "bad")} == {"read": 100, "bad": 2}
+    assert manifest["records"]["first_bad"] == [f"{source}:{line}: field 'text' is not a text" for line in (99, 100)]
     assert "quarantine.jsonl" in [entry["path"] for entry in manifest["files"]]
     assert len(rows(shards, "train") + rows(shards, "validation")) == 98
 
@@ -432,13 +434,18 @@ def building(home: Home, config: DataConfig, *slow: str) -> Iterator[subprocess.
         process.stdout.close()
 
 
+def line_of(process: subprocess.Popen, beginning: str) -> str:
+    """The next line with this beginning."""
+    return next(line for line in process.stdout if line.startswith(beginning))
+
+
 def test_a_kill_in_the_middle_leaves_nothing_under_the_final_name_and_the_next_run_builds_it(work, tmp_path):
     sources = [lines(tmp_path / f"{name}.jsonl", words(40, seed)) for seed, name in enumerate("ab")]
     config = data(*sources, shard_tokens=200)
     tokenizer_of(work, config)
     with building(work, config, "slow") as builder:
-        assert builder.stdout.readline().startswith("tokenize")
-        assert list((work.path / "shards").glob(".*.partial/train/*.arrow")), "it is in the middle of its work"
+        line_of(builder, "tokenize 0")
+        assert list((work.path / "units").glob("[!.]*/train/*.arrow")), "it is in the middle of its work"
         builder.send_signal(signal.SIGKILL)
         builder.wait()
     assert [path for path in (work.path / "shards").iterdir() if not path.name.startswith(".")] == []
@@ -452,10 +459,10 @@ def test_a_second_builder_waits_for_the_first_and_takes_its_set(work, tmp_path):
     config = data(lines(tmp_path / "a.jsonl", words(40)))
     tokenizer_of(work, config)
     with building(work, config, "slow") as first:
-        assert first.stdout.readline().startswith("tokenize")
+        line_of(first, "tokenize 0")
         with building(work, config) as second:
-            assert "waiting for another run" in second.stdout.readline()
+            line_of(second, f"{work.path}/shards")
             first.stdin.close()
-            built, taken = (json.loads(one.stdout.readline()) for one in (first, second))
+            built, taken = (json.loads(line_of(one, "{")) for one in (first, second))
     assert (built["cached"], taken["cached"]) == (False, True)
     assert built["path"] == taken["path"]

@@ -34,7 +34,7 @@ def small_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     source = SourceConfig(path=f"{sysconfig.get_path('stdlib')}/json/*.py")
     data = DataConfig(sources=[source], tokenizer=TokenizerConfig(type="byte"), validation_fraction=0.3)
     files = resolve(home, data.sources, "data.sources")
-    tokenizer = build_tokenizer(home, data.tokenizer, data.text_field, files)
+    tokenizer = build_tokenizer(home, data.tokenizer, data.reading, files)
     return tokenizer.path, tokenize(home, data, files, [], tokenizer).path
 
 

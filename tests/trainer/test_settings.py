@@ -18,6 +18,9 @@ from flows.config import RunConfig
 from trainer.settings import OPERATIONAL, Settings, fingerprint, is_operational, nearest
 
 OPERATIONAL_KEYS = {
+    "data.bad_record_limit",
+    "data.processes",
+    "data.runner",
     "evaluate.batch",
     "retry.delay_seconds",
     "retry.limit",
