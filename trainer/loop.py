@@ -15,7 +15,7 @@ from torch import distributed, nn
 from trainer import checkpoint
 from trainer.checkpoint import Progress
 from trainer.config import TrainerInput
-from trainer.data.loader import Loader, Sequences
+from trainer.data.loader import Batch, Loader, Sequences
 from trainer.data.shards import ShardSet
 from trainer.durable import complete_directory, write_json
 from trainer.engine import start_engine, whole_weights
@@ -127,12 +127,12 @@ class Run:
             if stop and not last:
                 raise PreemptedError(f"{settings.name}: told to end at step {progress.step}; a checkpoint was written.")
 
-    def _step(self, batch: list[tuple[torch.Tensor, torch.Tensor]], rate: float) -> torch.Tensor:
+    def _step(self, batch: list[Batch], rate: float) -> torch.Tensor:
         """One optimizer step over the rank's micro-batches; returns their mean loss."""
         set_rate(self.engine.optimizer, rate)
         total = torch.zeros((), device=self.device)
-        for inputs, labels in batch:
-            loss = loss_of(self.engine, inputs, labels)
+        for micro_batch in batch:
+            loss = loss_of(self.engine, micro_batch.inputs, micro_batch.labels)
             self.engine.backward(loss)
             self.engine.step()
             total += loss.detach()

@@ -17,7 +17,11 @@ from trainer.data.order import Order
 from trainer.data.shards import ShardSet, TokenStream
 from trainer.errors import DataError
 
-_PREFETCHED_BATCHES = 4
+_LOCATED = 2048
+"""Sequences whose places in the order are computed together, because a few cost as much as many."""
+_BLOCK_BYTES = 2**20
+"""Size up to which small batches are handed over together: enough to pay for waking a thread, few enough for caches."""
+_PREFETCHED_BLOCKS = 4
 
 
 @dataclass
@@ -60,18 +64,58 @@ class Sequences:
         """Sequences in one epoch over all streams."""
         return sum(self.order.sequences)
 
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """The stream, and the sequence within it, at each position of the order: int64, shape [n, 2]."""
+        return np.stack(self.order.locate(positions), axis=1)
+
+    def read(self, places: np.ndarray, out: np.ndarray) -> None:
+        """Copy sequences.
+
+        Args:
+            places: from :meth:`locate`, shape [n, 2].
+            out: int64, shape [n, sequence_length + 1], C-contiguous.
+        """
+        starts = places[:, 1] * self.sequence_length
+        if len(self.streams) == 1:
+            return self.streams[0].gather(starts, out)
+        for number, tokens in enumerate(self.streams):
+            chosen = np.flatnonzero(places[:, 0] == number)
+            rows = np.empty((len(chosen), out.shape[1]), out.dtype)
+            tokens.gather(starts[chosen], rows)
+            out[chosen] = rows
+
     def gather(self, positions: np.ndarray) -> np.ndarray:
         """The sequences at these positions of the order: int64, shape [len(positions), sequence_length + 1]."""
-        stream, sequence = self.order.locate(positions)
         rows = np.empty((len(positions), self.sequence_length + 1), dtype=np.int64)
-        for row, number, place in zip(rows, stream.tolist(), sequence.tolist(), strict=True):
-            self.streams[number].read(place * self.sequence_length, row)
+        self.read(self.locate(positions), rows)
         return rows
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch."""
+
+    rows: torch.Tensor
+    """int64, shape [sequences, sequence_length + 1], contiguous, in pinned memory where there is an accelerator."""
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """Input ids: int64, shape [sequences, sequence_length], contiguous."""
+        return self.rows[:, :-1].contiguous()
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The id that follows each input: int64, shape [sequences, sequence_length], contiguous."""
+        return self.rows[:, 1:].contiguous()
+
+    def to(self, device: torch.device) -> "Batch":
+        """This micro-batch on a device; a copy from pinned memory runs beside the computation."""
+        return Batch(self.rows.to(device, non_blocking=True))
 
 
 @dataclass
 class Loader:
-    """Yields this rank's micro-batches, global batch after global batch, prepared ahead in a thread.
+    """Yields this rank's micro-batches, global batch after global batch, prepared ahead in threads.
 
     Global batch k is the order's sequences [k*B, (k+1)*B) whatever the world size: each rank takes
     an equal, consecutive part and cuts it into micro-batches.
@@ -93,24 +137,13 @@ class Loader:
                 f"{self.micro_batch} on {self.world_size} ranks"
             )
 
-    def batch(self, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The micro-batches of the global batch that begins at sequence ``position``.
+    def batch(self, position: int) -> list[Batch]:
+        """The micro-batches of the global batch that begins at sequence ``position``."""
+        return next(self._prepared(position, 1))[0]
 
-        Returns:
-            (input_ids, labels) pairs, int64, each of shape [micro_batch, sequence_length], in
-            pinned memory where there is an accelerator. ``labels`` are already shifted.
-        """
-        share = self.global_batch // self.world_size
-        first = position + self.rank * share
-        rows = torch.from_numpy(self.sequences.gather(np.arange(first, first + share, dtype=np.int64)))
-        inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        if self.device.type == "cuda":
-            inputs, labels = inputs.pin_memory(), labels.pin_memory()
-        return list(zip(inputs.split(self.micro_batch), labels.split(self.micro_batch), strict=True))
-
-    def iterate(self, position: int, steps: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def iterate(self, position: int, steps: int) -> Iterator[list[Batch]]:
         """The next ``steps`` global batches from ``position`` on; a bounded number is prepared ahead."""
-        prepared: queue.Queue = queue.Queue(maxsize=_PREFETCHED_BATCHES)
+        prepared: queue.Queue = queue.Queue(maxsize=_PREFETCHED_BLOCKS)
         stop = threading.Event()
 
         def put(item: object) -> None:
@@ -122,26 +155,43 @@ class Loader:
 
         def prepare() -> None:
             try:
-                for step in range(steps):
+                for block in self._prepared(position, steps):
                     if stop.is_set():
                         return
-                    put(self.batch(position + step * self.global_batch))
+                    put(block)
             except BaseException as error:  # handed to the training loop, which raises it
                 put(error)
 
         thread = threading.Thread(target=prepare, name="loader", daemon=True)
         thread.start()
+        done = 0
         try:
-            for _ in range(steps):
+            while done < steps:
                 began = time.perf_counter()
-                item = prepared.get()
+                block = prepared.get()
                 self.seconds_waited += time.perf_counter() - began
-                if isinstance(item, BaseException):
-                    raise item
-                yield [
-                    (inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
-                    for inputs, labels in item
-                ]
+                if isinstance(block, BaseException):
+                    raise block
+                for batch in block:
+                    yield batch if self.device.type == "cpu" else [part.to(self.device) for part in batch]
+                done += len(block)
         finally:
             stop.set()
             thread.join()
+
+    def _prepared(self, position: int, steps: int) -> Iterator[list[list[Batch]]]:
+        """This rank's part of the global batches from ``position`` on, in blocks of several."""
+        length, share = self.sequences.sequence_length, self.global_batch // self.world_size
+        of_batch = position + self.rank * share + np.arange(share, dtype=np.int64)
+        ahead = max(1, _LOCATED // share)
+        together = max(1, _BLOCK_BYTES // (8 * (length + 1) * share))
+        for begin in range(0, steps, ahead):
+            numbers = np.arange(begin, min(begin + ahead, steps), dtype=np.int64)
+            places = self.sequences.locate((numbers[:, None] * self.global_batch + of_batch).ravel())
+            for first in range(0, len(numbers), together):
+                part = places[first * share : (first + together) * share]
+                rows = torch.empty((len(part), length + 1), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+                self.sequences.read(part, rows.numpy())
+                parts = [Batch(micro) for micro in rows.split(self.micro_batch)]
+                count = share // self.micro_batch
+                yield [parts[i : i + count] for i in range(0, len(parts), count)]

@@ -145,11 +145,22 @@ def _write_shard(path: Path, batch: pa.RecordBatch) -> None:
 
 
 class TokenStream:
-    """The tokens of several shards as one sequence, mapped from disk and never copied as a whole."""
+    """The tokens of several shards as one sequence, mapped from disk and never copied as a whole.
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._segments = [segment for path in paths for segment in _map_shard(path) if len(segment)]
-        self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in self._segments])]).astype(np.int64)
+    A shard is mapped when it is first read, so that opening costs the same at any size.
+    """
+
+    def __init__(self, shards: Iterable[tuple[Path, int]]) -> None:
+        """Take each shard's path and number of tokens.
+
+        Args:
+            shards: in the order of the stream; the counts as the set's manifest has them.
+        """
+        known = [(path, tokens) for path, tokens in shards if tokens]
+        self._paths = [path for path, _ in known]
+        self._starts = np.cumsum([0, *(tokens for _, tokens in known)], dtype=np.int64)
+        self._mapped: dict[int, _MappedShard] = {}
+        self._first: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -159,17 +170,87 @@ class TokenStream:
 
         Raises:
             IndexError: the stream ends before.
+            DataError: a shard cannot be read.
         """
         if start < 0 or start + len(out) > len(self):
             raise IndexError(f"tokens [{start}, {start + len(out)}) of a stream of {len(self)}")
-        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        number = int(self._starts.searchsorted(start, side="right")) - 1
         filled = 0
         while filled < len(out):
             begin = start + filled - int(self._starts[number])
-            piece = self._segments[number][begin : begin + len(out) - filled]
+            filled += self._shard(number).read(begin, out[filled:])
+            number += 1
+
+    def gather(self, starts: np.ndarray, out: np.ndarray) -> None:
+        """Copy a stretch of tokens into each row of ``out``, all of one length.
+
+        Args:
+            starts: int64, shape [rows].
+            out: any integer type, shape [rows, length], C-contiguous.
+
+        Raises:
+            IndexError: a stretch lies outside the stream.
+            DataError: a shard cannot be read.
+        """
+        if not len(starts):
+            return
+        length = out.shape[1]
+        if starts.min() < 0 or starts.max() + length > len(self):
+            raise IndexError(f"tokens [{starts.min()}, {starts.max() + length}) of a stream of {len(self)}")
+        numbers = self._starts.searchsorted(starts, side="right") - 1
+        begins = starts - self._starts[numbers]
+        for row, number, begin in zip(out, numbers.tolist(), begins.tolist(), strict=True):
+            segment = self._first.get(number)
+            if segment is None:
+                segment = self._shard(number).segments[0]
+            piece = segment[begin : begin + length]
+            if len(piece) == length:
+                row[:] = piece
+            else:  # it goes on in another record batch or shard
+                self.read(begin + int(self._starts[number]), row)
+
+    def document_lengths(self) -> np.ndarray:
+        """Number of tokens of every document, in the stream's order: int64, shape [documents]."""
+        parts = [_document_lengths(path) for path in self._paths]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def _shard(self, number: int) -> "_MappedShard":
+        shard = self._mapped.get(number)
+        if shard is None:
+            tokens = int(self._starts[number + 1] - self._starts[number])
+            # two threads may both map it: the later one wins, and nothing is lost
+            shard = self._mapped[number] = _MappedShard(self._paths[number], tokens)
+            self._first[number] = shard.segments[0]
+        return shard
+
+
+class _MappedShard:
+    """The tokens of one shard: a view of the mapped file for each of its record batches."""
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        self.segments = [segment for segment in _map_shard(path) if len(segment)]
+        self._starts = np.cumsum([0, *map(len, self.segments)], dtype=np.int64)
+        if self._starts[-1] != tokens:
+            raise DataError(f"{path}: it has {self._starts[-1]} tokens and the set's manifest says {tokens}.")
+
+    def read(self, begin: int, out: np.ndarray) -> int:
+        """Copy what there is of ``out`` from ``begin`` on; returns the number of tokens copied."""
+        number = int(self._starts.searchsorted(begin, side="right")) - 1
+        filled = 0
+        while filled < len(out) and number < len(self.segments):
+            offset = begin + filled - int(self._starts[number])
+            piece = self.segments[number][offset : offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             number += 1
+        return filled
+
+
+def _document_lengths(path: Path) -> np.ndarray:
+    with pa.memory_map(str(path)) as source:
+        reader = pa.ipc.open_file(source)
+        batches = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
+        return np.concatenate([np.diff(column.offsets.to_numpy()).astype(np.int64) for column in batches])
 
 
 def _map_shard(path: Path) -> list[np.ndarray]:
@@ -222,12 +303,27 @@ class ShardSet:
         return sum(shard[field] for shard in self.manifest["shards"] if shard["split"] == split)
 
     def stream(self, split: str, source: int | None = None) -> TokenStream:
-        """The tokens of a split, of every source or of one."""
-        return TokenStream(
-            self.directory / shard["path"]
-            for shard in self.manifest["shards"]
-            if shard["split"] == split and source in (None, shard["source"])
-        )
+        """The tokens of a split, of every source or of one.
+
+        Raises:
+            DataError: a shard is missing or has another size than when it was written.
+        """
+        chosen = [
+            shard for shard in self.manifest["shards"] if shard["split"] == split and source in (None, shard["source"])
+        ]
+        sizes = {entry["path"]: entry["size"] for entry in self.manifest["files"]}
+        for shard in chosen:
+            path = self.directory / shard["path"]
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}. Run the pipeline again: it rebuilds the set.") from None
+            if size != sizes[shard["path"]]:
+                raise DataError(
+                    f"{path}: {size} bytes, the manifest says {sizes[shard['path']]}. "
+                    "Run the pipeline again: it rebuilds the set."
+                )
+        return TokenStream((self.directory / shard["path"], shard["tokens"]) for shard in chosen)
 
     def check_canary(self, encode: Any) -> None:
         """Refuse a tokenizer that is not the one that made the set.
