@@ -1,7 +1,9 @@
 """The prefetching loader: batches as a pure function of one number, the sequences consumed so far.
 
 A sequence is ``sequence_length`` inputs and the same tokens one further as labels, so that
-consecutive sequences overlap by one token and every token of the stream is predicted once.
+consecutive sequences overlap by one token and every token of the stream is predicted once. With a
+packing plan a sequence is the labels of its pieces, before them the token that precedes the first one
+(the end of another document, or the document's own text where it was cut), and padding after them.
 """
 
 import queue
@@ -9,14 +11,18 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from trainer.data.order import Order
+from trainer.data.packing import PackingPlan, plan_name
 from trainer.data.shards import ShardSet, TokenStream
 from trainer.errors import DataError
 
+PADDING = -100
+"""What stands for no label: torch's losses leave it out."""
 _LOCATED = 2048
 """Sequences whose places in the order are computed together, because a few cost as much as many."""
 _BLOCK_BYTES = 2**20
@@ -34,13 +40,27 @@ class Sequences:
     streams: list[TokenStream]
     order: Order
     sequence_length: int
+    plans: list[PackingPlan] | None = None
+    """A stream's packing plan each; None where sequences are slices of the concatenated text."""
+    end_id: int | None = None
+    """The token that ends a document, where positions restart after it and attention stays inside documents."""
 
     @classmethod
-    def open(cls, shards: ShardSet, sequence_length: int, weights: list[float] | None, seed: int) -> "Sequences":
-        """Map the training split.
+    def open(
+        cls,
+        shards: ShardSet,
+        sequence_length: int,
+        weights: list[float] | None,
+        seed: int,
+        packing_dir: Path | None = None,
+        document_mask: bool = False,
+    ) -> "Sequences":
+        """Open the training split.
 
         Args:
             weights: one a source to mix them in these proportions; None walks all of them as one stream.
+            packing_dir: directory of the packing plans; None slices the concatenated text.
+            document_mask: whether micro-batches say where documents begin.
 
         Raises:
             DataError: a stream is shorter than one sequence.
@@ -49,6 +69,13 @@ class Sequences:
             streams = [shards.stream("train")]
         else:
             streams = [shards.stream("train", source) for source in range(len(weights))]
+        end_id = shards.manifest["tokenizer"]["end_id"] if document_mask else None
+        mixture = tuple(weights or [1.0])
+        if packing_dir is not None:
+            names = [plan_name(None if weights is None else source) for source in range(len(streams))]
+            plans = [PackingPlan(packing_dir / name) for name in names]
+            order = Order(tuple(map(len, plans)), mixture, seed)
+            return cls(streams, order, sequence_length, plans, end_id)
         lengths = []
         for number, stream in enumerate(streams):
             lengths.append((len(stream) - 1) // sequence_length)
@@ -58,7 +85,7 @@ class Sequences:
                     f"{len(stream)} tokens, fewer than one sequence of data.sequence_length={sequence_length} needs. "
                     "Add text or shorten the sequences."
                 )
-        return cls(streams, Order(tuple(lengths), tuple(weights or [1.0]), seed), sequence_length)
+        return cls(streams, Order(tuple(lengths), mixture, seed), sequence_length, end_id=end_id)
 
     def __len__(self) -> int:
         """Sequences in one epoch over all streams."""
@@ -75,6 +102,10 @@ class Sequences:
             places: from :meth:`locate`, shape [n, 2].
             out: int64, shape [n, sequence_length + 1], C-contiguous.
         """
+        if self.plans is not None:
+            for row, (number, sequence) in zip(out, places.tolist(), strict=True):
+                self._read_packed(number, sequence, row)
+            return
         starts = places[:, 1] * self.sequence_length
         if len(self.streams) == 1:
             return self.streams[0].gather(starts, out)
@@ -84,6 +115,38 @@ class Sequences:
             tokens.gather(starts[chosen], rows)
             out[chosen] = rows
 
+    def _read_packed(self, number: int, sequence: int, row: np.ndarray) -> None:
+        assert self.plans is not None
+        stream = self.streams[number]
+        starts, lengths = self.plans[number].pieces(sequence)
+        # before the first document comes the end of the last one, as before every other
+        stream.read((starts[0] or len(stream)) - 1, row[:1])
+        filled = 1
+        for start, length in zip(starts, lengths, strict=True):
+            stream.read(start, row[filled : filled + length])
+            filled += length
+        row[filled:] = PADDING
+
+    def tokens(self, places: np.ndarray) -> int:
+        """Number of labels in the sequences at these places, padding left out."""
+        if self.plans is None:
+            return len(places) * self.sequence_length
+        return sum(plan.tokens(places[places[:, 0] == n, 1]) for n, plan in enumerate(self.plans))
+
+    def positions(self, rows: np.ndarray) -> np.ndarray | None:
+        """The position of each input within its document; None where documents are not told apart.
+
+        Args:
+            rows: from :meth:`read`, shape [n, sequence_length + 1].
+
+        Returns:
+            int64, shape [n, sequence_length]: 0 at each end token, since what follows it is another document.
+        """
+        if self.end_id is None:
+            return None
+        index = np.arange(self.sequence_length)
+        return index - np.maximum.accumulate(np.where(rows[:, :-1] == self.end_id, index, 0), axis=1)
+
     def gather(self, positions: np.ndarray) -> np.ndarray:
         """The sequences at these positions of the order: int64, shape [len(positions), sequence_length + 1]."""
         rows = np.empty((len(positions), self.sequence_length + 1), dtype=np.int64)
@@ -92,25 +155,41 @@ class Sequences:
 
 
 @dataclass(slots=True)
-class Batch:
-    """One micro-batch."""
+class MicroBatch:
+    """The sequences of one forward pass."""
 
     rows: torch.Tensor
     """int64, shape [sequences, sequence_length + 1], contiguous, in pinned memory where there is an accelerator."""
+    positions: torch.Tensor | None = None
+    """Positions within documents: int64, shape [sequences, sequence_length]; None where they are not told apart."""
 
     @property
     def inputs(self) -> torch.Tensor:
-        """Input ids: int64, shape [sequences, sequence_length], contiguous."""
-        return self.rows[:, :-1].contiguous()
+        """Input ids: int64, shape [sequences, sequence_length], contiguous; 0 in the padding."""
+        return self.rows[:, :-1].clamp(min=0)
 
     @property
     def labels(self) -> torch.Tensor:
-        """The id that follows each input: int64, shape [sequences, sequence_length], contiguous."""
+        """The id after each input: int64, shape [sequences, sequence_length], contiguous; -100 in the padding."""
         return self.rows[:, 1:].contiguous()
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "MicroBatch":
         """This micro-batch on a device; a copy from pinned memory runs beside the computation."""
-        return Batch(self.rows.to(device, non_blocking=True))
+        positions = None if self.positions is None else self.positions.to(device, non_blocking=True)
+        return MicroBatch(self.rows.to(device, non_blocking=True), positions)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A rank's part of one global batch."""
+
+    micro_batches: list[MicroBatch]
+    tokens: int
+    """Labels in the whole global batch, over all ranks: what the sum of the losses is divided by."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """This batch on a device."""
+        return Batch([part.to(device) for part in self.micro_batches], self.tokens)
 
 
 @dataclass
@@ -137,11 +216,11 @@ class Loader:
                 f"{self.micro_batch} on {self.world_size} ranks"
             )
 
-    def batch(self, position: int) -> list[Batch]:
-        """The micro-batches of the global batch that begins at sequence ``position``."""
+    def batch(self, position: int) -> Batch:
+        """This rank's part of the global batch that begins at sequence ``position``."""
         return next(self._prepared(position, 1))[0]
 
-    def iterate(self, position: int, steps: int) -> Iterator[list[Batch]]:
+    def iterate(self, position: int, steps: int) -> Iterator[Batch]:
         """The next ``steps`` global batches from ``position`` on; a bounded number is prepared ahead."""
         prepared: queue.Queue = queue.Queue(maxsize=_PREFETCHED_BLOCKS)
         stop = threading.Event()
@@ -173,25 +252,43 @@ class Loader:
                 if isinstance(block, BaseException):
                     raise block
                 for batch in block:
-                    yield batch if self.device.type == "cpu" else [part.to(self.device) for part in batch]
+                    yield batch if self.device.type == "cpu" else batch.to(self.device)
                 done += len(block)
         finally:
             stop.set()
             thread.join()
 
-    def _prepared(self, position: int, steps: int) -> Iterator[list[list[Batch]]]:
+    def _prepared(self, position: int, steps: int) -> Iterator[list[Batch]]:
         """This rank's part of the global batches from ``position`` on, in blocks of several."""
-        length, share = self.sequences.sequence_length, self.global_batch // self.world_size
-        of_batch = position + self.rank * share + np.arange(share, dtype=np.int64)
+        sequences, pinned = self.sequences, self.device.type == "cuda"
+        share = self.global_batch // self.world_size
+        mine = slice(self.rank * share, (self.rank + 1) * share)
+        # how many labels the other ranks have is known without asking where every sequence is full
+        of_batch = np.arange(self.global_batch, dtype=np.int64)[slice(None) if sequences.plans else mine] + position
         ahead = max(1, _LOCATED // share)
-        together = max(1, _BLOCK_BYTES // (8 * (length + 1) * share))
+        together = max(1, _BLOCK_BYTES // (8 * (sequences.sequence_length + 1) * share))
         for begin in range(0, steps, ahead):
             numbers = np.arange(begin, min(begin + ahead, steps), dtype=np.int64)
-            places = self.sequences.locate((numbers[:, None] * self.global_batch + of_batch).ravel())
+            places = sequences.locate((numbers[:, None] * self.global_batch + of_batch).ravel())
+            places = places.reshape(len(numbers), len(of_batch), 2)
+            tokens = [self.global_batch * sequences.sequence_length] * len(numbers)
+            if sequences.plans:
+                tokens = [sequences.tokens(of_step) for of_step in places]
+                places = places[:, mine]
             for first in range(0, len(numbers), together):
-                part = places[first * share : (first + together) * share]
-                rows = torch.empty((len(part), length + 1), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-                self.sequences.read(part, rows.numpy())
-                parts = [Batch(micro) for micro in rows.split(self.micro_batch)]
-                count = share // self.micro_batch
-                yield [parts[i : i + count] for i in range(0, len(parts), count)]
+                part = places[first : first + together].reshape(-1, 2)
+                rows = torch.empty((len(part), sequences.sequence_length + 1), dtype=torch.int64, pin_memory=pinned)
+                sequences.read(part, rows.numpy())
+                yield self._cut(rows, tokens[first : first + together])
+
+    def _cut(self, rows: torch.Tensor, tokens: list[int]) -> list[Batch]:
+        """Cut the rows of several global batches into batches of micro-batches."""
+        parts = [MicroBatch(part) for part in rows.split(self.micro_batch)]
+        positions = self.sequences.positions(rows.numpy())
+        if positions is not None:
+            held = torch.from_numpy(positions)
+            held = held.pin_memory() if self.device.type == "cuda" else held
+            for part, of_part in zip(parts, held.split(self.micro_batch), strict=True):
+                part.positions = of_part
+        count = len(parts) // len(tokens)
+        return [Batch(parts[n * count : (n + 1) * count], labels) for n, labels in enumerate(tokens)]
