@@ -7,6 +7,7 @@ packing plan a sequence is the labels of its pieces, before them the token that 
 """
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -192,6 +193,29 @@ class Batch:
         return Batch([part.to(device) for part in self.micro_batches], self.tokens)
 
 
+class _Buffers:
+    """Memory for blocks of rows, used again once nobody holds a part of it.
+
+    A block that one thread allocates and another frees goes back to the system, and the page faults of the
+    next one cost as much as filling it. torch keeps pinned memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[np.ndarray] = []
+
+    def take(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Uninitialised int64 rows of this shape."""
+        self._held = [buffer for buffer in self._held if buffer.shape == shape][-2 * _PREFETCHED_BLOCKS :]
+        for number in range(len(self._held)):
+            # referred to by the list and the call alone: every tensor over it is gone
+            if sys.getrefcount(self._held[number]) == 2:
+                break
+        else:
+            number = len(self._held)
+            self._held.append(np.empty(shape, dtype=np.int64))
+        return torch.from_numpy(self._held[number])
+
+
 @dataclass
 class Loader:
     """Yields this rank's micro-batches, global batch after global batch, prepared ahead in threads.
@@ -260,7 +284,7 @@ class Loader:
 
     def _prepared(self, position: int, steps: int) -> Iterator[list[Batch]]:
         """This rank's part of the global batches from ``position`` on, in blocks of several."""
-        sequences, pinned = self.sequences, self.device.type == "cuda"
+        sequences, pinned, buffers = self.sequences, self.device.type == "cuda", _Buffers()
         share = self.global_batch // self.world_size
         mine = slice(self.rank * share, (self.rank + 1) * share)
         # how many labels the other ranks have is known without asking where every sequence is full
@@ -277,7 +301,8 @@ class Loader:
                 places = places[:, mine]
             for first in range(0, len(numbers), together):
                 part = places[first : first + together].reshape(-1, 2)
-                rows = torch.empty((len(part), sequences.sequence_length + 1), dtype=torch.int64, pin_memory=pinned)
+                shape = (len(part), sequences.sequence_length + 1)
+                rows = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else buffers.take(shape)
                 sequences.read(part, rows.numpy())
                 yield self._cut(rows, tokens[first : first + together])
 
