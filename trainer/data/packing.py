@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from trainer.data.shards import as_numpy
 from trainer.errors import DataError
 
 FORMAT_VERSION = 1
@@ -121,9 +122,9 @@ class PackingPlan:
         try:
             batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
             starts, lengths = batch.column("starts"), batch.column("lengths")
-            self._offsets = starts.offsets.to_numpy()
-            self._starts, self._lengths = starts.values.to_numpy(), lengths.values.to_numpy()
-        except (OSError, pa.ArrowException, KeyError, IndexError) as error:
+            self._offsets = as_numpy(starts.offsets)
+            self._starts, self._lengths = as_numpy(starts.values), as_numpy(lengths.values)
+        except (OSError, pa.ArrowException, KeyError, ValueError, TypeError, IndexError) as error:
             raise DataError(
                 f"{path}: not a readable packing plan ({error}). Run the pipeline again: it rebuilds it."
             ) from error

@@ -16,7 +16,8 @@ the file format's leading magic, which `open_file` does not look at.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,23 +248,48 @@ class _MappedShard:
 
 
 def _document_lengths(path: Path) -> np.ndarray:
-    with pa.memory_map(str(path)) as source:
-        reader = pa.ipc.open_file(source)
-        batches = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
-        return np.concatenate([np.diff(column.offsets.to_numpy()).astype(np.int64) for column in batches])
+    with _readable(path) as reader:
+        columns = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
+        return np.concatenate([np.diff(as_numpy(column.offsets)).astype(np.int64) for column in columns])
+
+
+def as_numpy(array: pa.Array) -> np.ndarray:
+    """A view of an Arrow array of integers; pyarrow's own `to_numpy` would first import pandas, a third of a second.
+
+    Raises:
+        ValueError: it holds something else, nulls, or fewer values than it says.
+    """
+    if not pa.types.is_integer(array.type) or array.null_count:
+        raise ValueError(f"{array.type} with {array.null_count} nulls instead of integers")
+    buffer, width = array.buffers()[1], array.type.byte_width
+    if buffer is None or buffer.size < (array.offset + len(array)) * width:
+        raise ValueError(f"a buffer too small for {len(array)} values")
+    if not len(array):  # where there is nothing, Arrow has no memory to look at
+        return np.zeros(0, np.dtype(str(array.type)))
+    return np.frombuffer(buffer, np.dtype(str(array.type)), len(array), array.offset * width)
 
 
 def _map_shard(path: Path) -> list[np.ndarray]:
     """The flat token buffer of each record batch of a shard, as views of the mapped file."""
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    with _readable(path) as reader:
         lists = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
-        found = [array.values[array.offsets[0].as_py() : array.offsets[-1].as_py()].to_numpy() for array in lists]
+        found = []
+        for array in lists:
+            offsets = as_numpy(array.offsets)
+            found.append(as_numpy(array.values)[offsets[0] : offsets[-1]])
         tokens, expected = sum(len(values) for values in found), int(reader.schema.metadata[b"forgeline.tokens"])
         if tokens != expected:
             raise ValueError(f"{tokens} tokens, its metadata says {expected}")
         return found
-    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[pa.RecordBatchFileReader]:
+    """The mapped shard, open to be read; what is wrong with it is said with its name."""
+    try:
+        yield pa.ipc.open_file(pa.memory_map(str(path)))
+    # a damaged length of -1 is a SystemError of pyarrow's
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError, SystemError) as error:
         raise DataError(
             f"{path}: not a readable shard ({error}). Run the pipeline again: it rebuilds the set."
         ) from error
