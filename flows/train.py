@@ -11,6 +11,7 @@ from pydantic import Field
 from flows.config import RunConfig, load_config
 from tasks.evaluate import evaluate_task
 from tasks.home import Home
+from tasks.pack import pack_task
 from tasks.plan import Plan, plan_task
 from tasks.register import register_task
 from tasks.stage import retried
@@ -49,8 +50,9 @@ def stages(config: RunConfig, home: Home, plan: Plan) -> Summary:
 
     tokenizer = stage(tokenizer_task)(home, data.tokenizer, data.reading, plan.files)
     shards = stage(tokenize_task)(home, data, plan.files, plan.validation_files, tokenizer)
+    packing = stage(pack_task)(home, data, shards) if data.packing == "best_fit" else None
     trained = stage(train_task)(
-        home, name, config.model, config.train, data, tokenizer, shards, config.parameters(), plan.sources
+        home, name, config.model, config.train, data, tokenizer, shards, packing, config.parameters(), plan.sources
     )
     evaluated = stage(evaluate_task)(home, config.evaluate, data.sequence_length, trained, shards)
     registered = stage(register_task)(home, config.model_name, trained, evaluated, tokenizer, plan.sources)

@@ -64,6 +64,10 @@ class DataConfig(Settings):
     """The tokenizer."""
     sequence_length: Annotated[int, Ge(2)] = 1024
     """Tokens of context in training and evaluation."""
+    packing: Literal["slice", "best_fit"] = "slice"
+    """slice: the documents one after the other, cut anywhere; best_fit: none that fits in a sequence is cut."""
+    document_mask: bool = False
+    """Attention and positions stay inside documents, where a sequence holds several."""
     validation_fraction: Annotated[float, Ge(0), Lt(1)] = 0.01
     """Part of the text that is held out, where there are no validation_sources."""
     validation_split: Literal["hash", "position"] = "hash"

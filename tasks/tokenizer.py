@@ -1,6 +1,5 @@
 """The tokenizer stage: trains a tokenizer on the sources, or takes one, and keeps it as transformers loads it."""
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,6 +9,7 @@ import yaml
 from prefect import task
 
 from tasks.home import Home, content_of
+from tasks.pack import sequences_and_tokens
 from tasks.progress import Progress, report
 from tasks.stage import Reference, shown, timed
 from tasks.tokenize import DataConfig
@@ -42,12 +43,12 @@ class Trained(Reference):
     """The last recorded training loss."""
 
 
-def planned_steps(train: TrainConfig, sequence_length: int, training_sequences: int) -> int:
+def planned_steps(train: TrainConfig, tokens_a_sequence: float, training_sequences: int) -> int:
     """Steps that the configuration asks for, given the number of sequences in one epoch."""
     if train.steps is not None:
         return train.steps
     if train.tokens is not None:
-        return math.ceil(train.tokens / (train.global_batch * sequence_length))
+        return math.ceil(train.tokens / (train.global_batch * tokens_a_sequence))
     assert train.epochs is not None
     return math.ceil(train.epochs * training_sequences / train.global_batch)
 
@@ -61,6 +62,8 @@ def run_fingerprint(home: Home, model: ModelConfig, train: TrainConfig, data: Da
         train=train.identity(),
         sequence_length=data.sequence_length,
         weights=data.weights,
+        packing=data.packing,
+        document_mask=data.document_mask,
         shards=shards,
     )
 
@@ -79,6 +82,7 @@ def train(
     data: DataConfig,
     tokenizer: Reference,
     shards: Reference,
+    packing: Reference | None,
     parameters: dict[str, str],
     sources: str,
 ) -> Trained:
@@ -86,6 +90,7 @@ def train(
 
     Args:
         name: the run's name, and its MLflow experiment.
+        packing: the plan of `data.packing: best_fit`.
         parameters: shown as the MLflow run's parameters.
         sources: fingerprint of the raw text, kept with the run.
 
@@ -98,7 +103,11 @@ def train(
     export_dir = home.directory("exports", f"{name}-{run}")
     shard_set = ShardSet.open(shards.path)
     sequences = max(0, shard_set.total("train", "tokens") - 1) // data.sequence_length
-    steps = planned_steps(config, data.sequence_length, sequences)
+    tokens_a_sequence = float(data.sequence_length)
+    if packing is not None:
+        sequences, tokens = sequences_and_tokens(packing.path)
+        tokens_a_sequence = tokens / sequences
+    steps = planned_steps(config, tokens_a_sequence, sequences)
     with exclusive(
         home.lock("runs", run_dir.name), lambda: logger.info("%s: waiting for another run of it", run_dir)
     ) as lock:
@@ -127,7 +136,7 @@ def train(
             cached = result is not None  # then only MLflow lacks it
             if not result:
                 settings = _trainer_input(
-                    run_dir, name, run, export_dir, model, config, data, tokenizer, shards, steps, sources
+                    run_dir, name, run, export_dir, model, config, data, tokenizer, shards, packing, steps, sources
                 )
                 _launch_until_it_fits(settings, lock)
                 result = _finished(run_dir, export_dir, home)
@@ -185,6 +194,7 @@ def _trainer_input(
     data: DataConfig,
     tokenizer: Reference,
     shards: Reference,
+    packing: Reference | None,
     steps: int,
     sources: str,
 ) -> TrainerInput:
@@ -209,6 +219,8 @@ def _trainer_input(
         tokenizer_dir=tokenizer.path,
         sequence_length=data.sequence_length,
         weights=data.weights,
+        packing_dir=packing.path if packing else None,
+        document_mask=data.document_mask,
         steps=steps,
         precision=precision,
         micro_batch=micro_batch,
@@ -277,8 +289,9 @@ def train_task(
     data: DataConfig,
     tokenizer: Reference,
     shards: Reference,
+    packing: Reference | None,
     parameters: dict[str, str],
     sources: str,
 ) -> Trained:
     """Train the model."""
-    return shown(train(home, name, model, config, data, tokenizer, shards, parameters, sources))
+    return shown(train(home, name, model, config, data, tokenizer, shards, packing, parameters, sources))

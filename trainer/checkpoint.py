@@ -32,6 +32,8 @@ class Progress:
     """Completed steps."""
     position: int = 0
     """Sequences consumed by completed steps."""
+    tokens: int = 0
+    """Labels trained on in completed steps."""
     seconds: float = 0.0
     """Time spent in completed steps, over all attempts."""
     loss_sum: float = 0.0

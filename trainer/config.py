@@ -176,6 +176,10 @@ class TrainerInput(Settings):
     """Tokens of context."""
     weights: list[float] | None
     """Mixture weight of each source; None walks all text as one stream."""
+    packing_dir: Path | None = None
+    """The packing plans of `data.packing: best_fit`; None slices the concatenated text."""
+    document_mask: bool = False
+    """Whether attention and positions stay inside documents."""
     steps: int
     """Steps planned."""
     precision: Literal["fp32", "bf16", "fp16"]

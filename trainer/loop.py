@@ -15,14 +15,14 @@ from torch import distributed, nn
 from trainer import checkpoint
 from trainer.checkpoint import Progress
 from trainer.config import TrainerInput
-from trainer.data.loader import Loader, Sequences
+from trainer.data.loader import Batch, Loader, MicroBatch, Sequences
 from trainer.data.shards import ShardSet
 from trainer.durable import complete_directory, write_record
 from trainer.engine import start_engine, whole_weights
 from trainer.errors import DivergedError, PreemptedError
 from trainer.heartbeat import Heartbeat
 from trainer.journal import Journal
-from trainer.model import DTYPES, build_model, load_tokenizer, loss_of
+from trainer.model import DTYPES, build_model, check_document_mask, load_tokenizer, loss_of
 from trainer.optimizers import set_rate
 from trainer.schedule import rate_at
 
@@ -41,13 +41,22 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     tokenizer = load_tokenizer(settings.tokenizer_dir)
     shards = ShardSet.open(settings.shards_dir)
     shards.check_canary(lambda text: tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-    sequences = Sequences.open(shards, settings.sequence_length, settings.weights, settings.train.seed)
+    sequences = Sequences.open(
+        shards,
+        settings.sequence_length,
+        settings.weights,
+        settings.train.seed,
+        settings.packing_dir,
+        settings.document_mask,
+    )
     loader = Loader(sequences, settings.train.global_batch, settings.micro_batch, rank, world_size, device)
 
     resume, passed_over = checkpoint.prepare_resume(settings)
     model = build_model(
         settings.model, tokenizer, settings.sequence_length, DTYPES[settings.precision], settings.train.seed
     )
+    if settings.document_mask:
+        check_document_mask(model, settings.sequence_length)
     if settings.train.activation_checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
@@ -96,8 +105,7 @@ class Run:
     def steps_to_the_end(self) -> None:
         """Run every step that is still to do."""
         settings, progress, loader = self.settings, self.progress, self.loader
-        tokens_a_step = settings.train.global_batch * settings.sequence_length
-        recorded, waited = Progress(progress.step, seconds=progress.seconds), 0.0
+        recorded, waited = replace(progress), 0.0
         self.heartbeat.beat(progress.step, force=True)
         lap = time.perf_counter()
         for batch in loader.iterate(progress.position, settings.steps - progress.step):
@@ -105,6 +113,7 @@ class Run:
             loss, stop = self._agree(self._step(batch, rate))
             progress.step += 1
             progress.position += settings.train.global_batch
+            progress.tokens += batch.tokens
             progress.loss_sum += loss
             progress.loss_count += 1
             progress.seconds += time.perf_counter() - lap
@@ -117,7 +126,7 @@ class Run:
             last = progress.step == settings.steps
             if progress.step % settings.train.log_every == 0 or last:
                 seconds = progress.seconds - recorded.seconds
-                self.tokens_per_second = (progress.step - recorded.step) * tokens_a_step / seconds
+                self.tokens_per_second = (progress.tokens - recorded.tokens) / seconds
                 self._record(rate, (loader.seconds_waited - waited) / seconds)
                 recorded, waited = replace(progress), loader.seconds_waited
             self.heartbeat.beat(progress.step, loss, self.tokens_per_second)
@@ -127,16 +136,26 @@ class Run:
             if stop and not last:
                 raise PreemptedError(f"{settings.name}: told to end at step {progress.step}; a checkpoint was written.")
 
-    def _step(self, batch: list[tuple[torch.Tensor, torch.Tensor]], rate: float) -> torch.Tensor:
-        """One optimizer step over the rank's micro-batches; returns their mean loss."""
+    def _step(self, batch: Batch, rate: float) -> torch.Tensor:
+        """One optimizer step over the rank's micro-batches.
+
+        The loss is the mean over the labels of the whole global batch, of which sequences with padding have
+        fewer: each micro-batch gives its sum, scaled so that the engine's means over micro-batches and ranks
+        come out at that.
+
+        Returns:
+            The rank's part of that mean, times the number of ranks.
+        """
         set_rate(self.engine.optimizer, rate)
         total = torch.zeros((), device=self.device)
-        for inputs, labels in batch:
-            loss = loss_of(self.engine, inputs, labels)
+        parts = len(batch.micro_batches)
+        scale = parts * distributed.get_world_size() / batch.tokens
+        for part in batch.micro_batches:
+            loss = scale * loss_of(self.engine, part.inputs, part.labels, part.positions, reduction="sum")
             self.engine.backward(loss)
             self.engine.step()
             total += loss.detach()
-        return total / len(batch)
+        return total / parts
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, bool]:
         """The mean loss over all ranks, and whether any rank was told to stop."""
@@ -155,7 +174,7 @@ class Run:
         metrics = {
             "train/loss": progress.loss_sum / progress.loss_count,
             "train/learning_rate": rate * settings.train.learning_rate,
-            "train/tokens": progress.position * settings.sequence_length,
+            "train/tokens": progress.tokens,
             "train/tokens_per_second": self.tokens_per_second,
             "train/data_wait_fraction": data_wait_fraction,
         }
@@ -171,10 +190,13 @@ class Run:
     def fixed_batch_loss(self) -> float:
         """The loss of the order's first sequences in evaluation mode: a witness that weights were restored."""
         count = min(4, self.settings.micro_batch)
-        rows = torch.from_numpy(self.loader.sequences.gather(torch.arange(count).numpy())).to(self.device)
+        rows = self.loader.sequences.gather(torch.arange(count).numpy())
+        positions = self.loader.sequences.positions(rows)
+        held = None if positions is None else torch.from_numpy(positions)
+        part = MicroBatch(torch.from_numpy(rows), held).to(self.device)
         self.engine.eval()
         with torch.no_grad():
-            loss = loss_of(self.engine, rows[:, :-1], rows[:, 1:]).item()
+            loss = loss_of(self.engine, part.inputs, part.labels, part.positions).item()
         self.engine.train()
         return loss
 
@@ -190,15 +212,14 @@ class Run:
         settings, progress = self.settings, self.progress
         if weights is not None:
             export_model(settings, tokenizer, model, weights)
-            tokens = progress.position * settings.sequence_length
             write_record(
                 settings.run_dir / "result.json",
                 {
                     "steps": progress.step,
-                    "tokens": tokens,
+                    "tokens": progress.tokens,
                     "loss": progress.last_loss,
                     "seconds": progress.seconds,
-                    "tokens_per_second": tokens / progress.seconds if progress.seconds else 0.0,
+                    "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
                     "checkpoint": checkpoint.checkpoint_directories(settings.run_dir)[0].name,
                 },
             )

@@ -106,18 +106,54 @@ def count_parameters(settings: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def loss_of(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+def loss_of(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
     """Cross-entropy of the next token in nats.
 
     Args:
-        input_ids, labels: int64, shape [sequences, length]; ``labels`` already shifted by one.
-        reduction: ``mean`` or ``sum`` over all tokens.
+        input_ids, labels: int64, shape [sequences, length]; ``labels`` already shifted by one, -100 where
+            there is none.
+        positions: int64, the same shape: places within documents; transformers sees by their restarts
+            where documents begin, and lets none attend to another. None takes a sequence as one document.
+        reduction: ``mean`` or ``sum`` over all labels.
 
     Returns:
         A float32 scalar.
     """
-    logits = model(input_ids=input_ids, use_cache=False).logits.float()
+    documents = {} if positions is None else {"position_ids": positions}
+    logits = model(input_ids=input_ids, use_cache=False, **documents).logits.float()
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+def check_document_mask(model: Any, sequence_length: int) -> None:
+    """Make sure that documents packed into one sequence do not see each other in this model.
+
+    Raises:
+        ConfigError: changing one document changes what the model says about the next (convolutions and
+            recurrent layers do not stop at a document's end).
+    """
+    half = max(1, min(16, sequence_length // 2))
+    positions = torch.arange(half).repeat(2)[None]
+    second = torch.arange(half) % model.config.get_text_config().vocab_size
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        seen = [
+            model(input_ids=torch.cat([first, second])[None], position_ids=positions, use_cache=False).logits[0, half:]
+            for first in (torch.zeros_like(second), torch.ones_like(second))
+        ]
+    model.train(training)
+    # what is masked leaves no trace at all; new weights are small, and so is what leaks through them
+    if (seen[0] - seen[1]).abs().max() > 2e-6 * seen[0].abs().max():
+        raise ConfigError(
+            f"data.document_mask: in a model of type {model.config.model_type!r} what is packed together influences "
+            "each other in spite of it. Set it to false, or choose a model of attention alone."
+        )
 
 
 def load_tokenizer(directory: Path | str) -> Any:

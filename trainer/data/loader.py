@@ -1,23 +1,34 @@
 """The prefetching loader: batches as a pure function of one number, the sequences consumed so far.
 
 A sequence is ``sequence_length`` inputs and the same tokens one further as labels, so that
-consecutive sequences overlap by one token and every token of the stream is predicted once.
+consecutive sequences overlap by one token and every token of the stream is predicted once. With a
+packing plan a sequence is the labels of its pieces, before them the token that precedes the first one
+(the end of another document, or the document's own text where it was cut), and padding after them.
 """
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from trainer.data.order import Order
+from trainer.data.packing import PackingPlan, plan_name
 from trainer.data.shards import ShardSet, TokenStream
 from trainer.errors import DataError
 
-_PREFETCHED_BATCHES = 4
+PADDING = -100
+"""What stands for no label: torch's losses leave it out."""
+_LOCATED = 2048
+"""Sequences whose places in the order are computed together, because a few cost as much as many."""
+_BLOCK_BYTES = 2**20
+"""Size up to which small batches are handed over together: enough to pay for waking a thread, few enough for caches."""
+_PREFETCHED_BLOCKS = 4
 
 
 @dataclass
@@ -30,13 +41,27 @@ class Sequences:
     streams: list[TokenStream]
     order: Order
     sequence_length: int
+    plans: list[PackingPlan] | None = None
+    """A stream's packing plan each; None where sequences are slices of the concatenated text."""
+    end_id: int | None = None
+    """The token that ends a document, where positions restart after it and attention stays inside documents."""
 
     @classmethod
-    def open(cls, shards: ShardSet, sequence_length: int, weights: list[float] | None, seed: int) -> "Sequences":
-        """Map the training split.
+    def open(
+        cls,
+        shards: ShardSet,
+        sequence_length: int,
+        weights: list[float] | None,
+        seed: int,
+        packing_dir: Path | None = None,
+        document_mask: bool = False,
+    ) -> "Sequences":
+        """Open the training split.
 
         Args:
             weights: one a source to mix them in these proportions; None walks all of them as one stream.
+            packing_dir: directory of the packing plans; None slices the concatenated text.
+            document_mask: whether micro-batches say where documents begin.
 
         Raises:
             DataError: a stream is shorter than one sequence.
@@ -45,6 +70,13 @@ class Sequences:
             streams = [shards.stream("train")]
         else:
             streams = [shards.stream("train", source) for source in range(len(weights))]
+        end_id = shards.manifest["tokenizer"]["end_id"] if document_mask else None
+        mixture = tuple(weights or [1.0])
+        if packing_dir is not None:
+            names = [plan_name(None if weights is None else source) for source in range(len(streams))]
+            plans = [PackingPlan(packing_dir / name) for name in names]
+            order = Order(tuple(map(len, plans)), mixture, seed)
+            return cls(streams, order, sequence_length, plans, end_id)
         lengths = []
         for number, stream in enumerate(streams):
             lengths.append((len(stream) - 1) // sequence_length)
@@ -54,24 +86,139 @@ class Sequences:
                     f"{len(stream)} tokens, fewer than one sequence of data.sequence_length={sequence_length} needs. "
                     "Add text or shorten the sequences."
                 )
-        return cls(streams, Order(tuple(lengths), tuple(weights or [1.0]), seed), sequence_length)
+        return cls(streams, Order(tuple(lengths), mixture, seed), sequence_length, end_id=end_id)
 
     def __len__(self) -> int:
         """Sequences in one epoch over all streams."""
         return sum(self.order.sequences)
 
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """The stream, and the sequence within it, at each position of the order: int64, shape [n, 2]."""
+        return np.stack(self.order.locate(positions), axis=1)
+
+    def read(self, places: np.ndarray, out: np.ndarray) -> None:
+        """Copy sequences.
+
+        Args:
+            places: from :meth:`locate`, shape [n, 2].
+            out: int64, shape [n, sequence_length + 1], C-contiguous.
+        """
+        if self.plans is not None:
+            for row, (number, sequence) in zip(out, places.tolist(), strict=True):
+                self._read_packed(number, sequence, row)
+            return
+        starts = places[:, 1] * self.sequence_length
+        if len(self.streams) == 1:
+            return self.streams[0].gather(starts, out)
+        for number, tokens in enumerate(self.streams):
+            chosen = np.flatnonzero(places[:, 0] == number)
+            rows = np.empty((len(chosen), out.shape[1]), out.dtype)
+            tokens.gather(starts[chosen], rows)
+            out[chosen] = rows
+
+    def _read_packed(self, number: int, sequence: int, row: np.ndarray) -> None:
+        assert self.plans is not None
+        stream = self.streams[number]
+        starts, lengths = self.plans[number].pieces(sequence)
+        # before the first document comes the end of the last one, as before every other
+        stream.read((starts[0] or len(stream)) - 1, row[:1])
+        filled = 1
+        for start, length in zip(starts, lengths, strict=True):
+            stream.read(start, row[filled : filled + length])
+            filled += length
+        row[filled:] = PADDING
+
+    def tokens(self, places: np.ndarray) -> int:
+        """Number of labels in the sequences at these places, padding left out."""
+        if self.plans is None:
+            return len(places) * self.sequence_length
+        return sum(plan.tokens(places[places[:, 0] == n, 1]) for n, plan in enumerate(self.plans))
+
+    def positions(self, rows: np.ndarray) -> np.ndarray | None:
+        """The position of each input within its document; None where documents are not told apart.
+
+        Args:
+            rows: from :meth:`read`, shape [n, sequence_length + 1].
+
+        Returns:
+            int64, shape [n, sequence_length]: 0 at each end token, since what follows it is another document.
+        """
+        if self.end_id is None:
+            return None
+        index = np.arange(self.sequence_length)
+        return index - np.maximum.accumulate(np.where(rows[:, :-1] == self.end_id, index, 0), axis=1)
+
     def gather(self, positions: np.ndarray) -> np.ndarray:
         """The sequences at these positions of the order: int64, shape [len(positions), sequence_length + 1]."""
-        stream, sequence = self.order.locate(positions)
         rows = np.empty((len(positions), self.sequence_length + 1), dtype=np.int64)
-        for row, number, place in zip(rows, stream.tolist(), sequence.tolist(), strict=True):
-            self.streams[number].read(place * self.sequence_length, row)
+        self.read(self.locate(positions), rows)
         return rows
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The sequences of one forward pass."""
+
+    rows: torch.Tensor
+    """int64, shape [sequences, sequence_length + 1], contiguous, in pinned memory where there is an accelerator."""
+    positions: torch.Tensor | None = None
+    """Positions within documents: int64, shape [sequences, sequence_length]; None where they are not told apart."""
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """Input ids: int64, shape [sequences, sequence_length], contiguous; 0 in the padding."""
+        return self.rows[:, :-1].clamp(min=0)
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The id after each input: int64, shape [sequences, sequence_length], contiguous; -100 in the padding."""
+        return self.rows[:, 1:].contiguous()
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """This micro-batch on a device; a copy from pinned memory runs beside the computation."""
+        positions = None if self.positions is None else self.positions.to(device, non_blocking=True)
+        return MicroBatch(self.rows.to(device, non_blocking=True), positions)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A rank's part of one global batch."""
+
+    micro_batches: list[MicroBatch]
+    tokens: int
+    """Labels in the whole global batch, over all ranks: what the sum of the losses is divided by."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """This batch on a device."""
+        return Batch([part.to(device) for part in self.micro_batches], self.tokens)
+
+
+class _Buffers:
+    """Memory for blocks of rows, used again once nobody holds a part of it.
+
+    A block that one thread allocates and another frees goes back to the system, and the page faults of the
+    next one cost as much as filling it. torch keeps pinned memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[np.ndarray] = []
+
+    def take(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Uninitialised int64 rows of this shape."""
+        self._held = [buffer for buffer in self._held if buffer.shape == shape][-2 * _PREFETCHED_BLOCKS :]
+        for number in range(len(self._held)):
+            # referred to by the list and the call alone: every tensor over it is gone
+            if sys.getrefcount(self._held[number]) == 2:
+                break
+        else:
+            number = len(self._held)
+            self._held.append(np.empty(shape, dtype=np.int64))
+        return torch.from_numpy(self._held[number])
 
 
 @dataclass
 class Loader:
-    """Yields this rank's micro-batches, global batch after global batch, prepared ahead in a thread.
+    """Yields this rank's micro-batches, global batch after global batch, prepared ahead in threads.
 
     Global batch k is the order's sequences [k*B, (k+1)*B) whatever the world size: each rank takes
     an equal, consecutive part and cuts it into micro-batches.
@@ -93,24 +240,13 @@ class Loader:
                 f"{self.micro_batch} on {self.world_size} ranks"
             )
 
-    def batch(self, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The micro-batches of the global batch that begins at sequence ``position``.
+    def batch(self, position: int) -> Batch:
+        """This rank's part of the global batch that begins at sequence ``position``."""
+        return next(self._prepared(position, 1))[0]
 
-        Returns:
-            (input_ids, labels) pairs, int64, each of shape [micro_batch, sequence_length], in
-            pinned memory where there is an accelerator. ``labels`` are already shifted.
-        """
-        share = self.global_batch // self.world_size
-        first = position + self.rank * share
-        rows = torch.from_numpy(self.sequences.gather(np.arange(first, first + share, dtype=np.int64)))
-        inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        if self.device.type == "cuda":
-            inputs, labels = inputs.pin_memory(), labels.pin_memory()
-        return list(zip(inputs.split(self.micro_batch), labels.split(self.micro_batch), strict=True))
-
-    def iterate(self, position: int, steps: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def iterate(self, position: int, steps: int) -> Iterator[Batch]:
         """The next ``steps`` global batches from ``position`` on; a bounded number is prepared ahead."""
-        prepared: queue.Queue = queue.Queue(maxsize=_PREFETCHED_BATCHES)
+        prepared: queue.Queue = queue.Queue(maxsize=_PREFETCHED_BLOCKS)
         stop = threading.Event()
 
         def put(item: object) -> None:
@@ -122,26 +258,62 @@ class Loader:
 
         def prepare() -> None:
             try:
-                for step in range(steps):
+                for block in self._prepared(position, steps):
                     if stop.is_set():
                         return
-                    put(self.batch(position + step * self.global_batch))
+                    put(block)
             except BaseException as error:  # handed to the training loop, which raises it
                 put(error)
 
         thread = threading.Thread(target=prepare, name="loader", daemon=True)
         thread.start()
+        done = 0
         try:
-            for _ in range(steps):
+            while done < steps:
                 began = time.perf_counter()
-                item = prepared.get()
+                block = prepared.get()
                 self.seconds_waited += time.perf_counter() - began
-                if isinstance(item, BaseException):
-                    raise item
-                yield [
-                    (inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
-                    for inputs, labels in item
-                ]
+                if isinstance(block, BaseException):
+                    raise block
+                for batch in block:
+                    yield batch if self.device.type == "cpu" else batch.to(self.device)
+                done += len(block)
         finally:
             stop.set()
             thread.join()
+
+    def _prepared(self, position: int, steps: int) -> Iterator[list[Batch]]:
+        """This rank's part of the global batches from ``position`` on, in blocks of several."""
+        sequences, pinned, buffers = self.sequences, self.device.type == "cuda", _Buffers()
+        share = self.global_batch // self.world_size
+        mine = slice(self.rank * share, (self.rank + 1) * share)
+        # how many labels the other ranks have is known without asking where every sequence is full
+        of_batch = np.arange(self.global_batch, dtype=np.int64)[slice(None) if sequences.plans else mine] + position
+        ahead = max(1, _LOCATED // share)
+        together = max(1, _BLOCK_BYTES // (8 * (sequences.sequence_length + 1) * share))
+        for begin in range(0, steps, ahead):
+            numbers = np.arange(begin, min(begin + ahead, steps), dtype=np.int64)
+            places = sequences.locate((numbers[:, None] * self.global_batch + of_batch).ravel())
+            places = places.reshape(len(numbers), len(of_batch), 2)
+            tokens = [self.global_batch * sequences.sequence_length] * len(numbers)
+            if sequences.plans:
+                tokens = [sequences.tokens(of_step) for of_step in places]
+                places = places[:, mine]
+            for first in range(0, len(numbers), together):
+                part = places[first : first + together].reshape(-1, 2)
+                shape = (len(part), sequences.sequence_length + 1)
+                rows = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else buffers.take(shape)
+                sequences.read(part, rows.numpy())
+                yield self._cut(rows, tokens[first : first + together])
+
+    def _cut(self, rows: torch.Tensor, tokens: list[int]) -> list[Batch]:
+        """Cut the rows of several global batches into batches of micro-batches."""
+        parts = [MicroBatch(part) for part in rows.split(self.micro_batch)]
+        positions = self.sequences.positions(rows.numpy())
+        if positions is not None:
+            held = torch.from_numpy(positions)
+            held = held.pin_memory() if self.device.type == "cuda" else held
+            for part, of_part in zip(parts, held.split(self.micro_batch), strict=True):
+                part.positions = of_part
+        count = len(parts) // len(tokens)
+        return [Batch(parts[n * count : (n + 1) * count], labels) for n, labels in enumerate(tokens)]

@@ -38,7 +38,7 @@ def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     Args:
         index: any shape, values in [0, size).
         size: 1 to 2**63.
-        keys: uint64 round keys from :func:`round_keys`.
+        keys: uint64 round keys from :func:`round_keys`: shape [6], or [*index.shape, 6] for keys of its own an index.
 
     Returns:
         uint64, the shape of ``index``.
@@ -52,15 +52,16 @@ def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     half = np.uint64(max(2, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
 
-    def once(value: np.ndarray) -> np.ndarray:
+    def once(value: np.ndarray, keys: np.ndarray) -> np.ndarray:
         left, right = value >> half, value & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right ^ keys[..., number]) & mask)
         return (left << half) | right
 
-    value = once(index)
-    while (outside := value >= np.uint64(size)).any():
-        value = np.where(outside, once(value), value)
+    value = once(index, keys)
+    while len(outside := np.flatnonzero(value >= np.uint64(size))):
+        walking = keys if keys.ndim == 1 else keys.reshape(-1, _ROUNDS)[outside]
+        value.flat[outside] = once(value.flat[outside], walking)
     return value
 
 
@@ -110,11 +111,14 @@ class Order:
 
 def _by_epoch(place: np.ndarray, epoch: np.ndarray, size: int, labels: tuple[int | str, ...]) -> np.ndarray:
     """Permute each place within its own epoch's shuffle of [0, size)."""
-    result = np.empty_like(place)
-    for number in np.unique(epoch):
-        chosen = epoch == number
-        result[chosen] = permute(place[chosen], size, round_keys(*labels, int(number))).astype(np.int64)
-    return result
+    if not len(place):
+        return place
+    if epoch[0] == epoch[-1] and (epoch == epoch[0]).all():
+        keys = round_keys(*labels, int(epoch[0]))
+    else:
+        epochs, which = np.unique(epoch, return_inverse=True)
+        keys = np.stack([round_keys(*labels, number) for number in epochs.tolist()])[which]
+    return permute(place, size, keys).astype(np.int64)
 
 
 def _shares(weights: tuple[float, ...]) -> np.ndarray:

@@ -16,7 +16,8 @@ the file format's leading magic, which `open_file` does not look at.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,22 @@ def _write_shard(path: Path, batch: pa.RecordBatch) -> None:
 
 
 class TokenStream:
-    """The tokens of several shards as one sequence, mapped from disk and never copied as a whole."""
+    """The tokens of several shards as one sequence, mapped from disk and never copied as a whole.
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._segments = [segment for path in paths for segment in _map_shard(path) if len(segment)]
-        self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in self._segments])]).astype(np.int64)
+    A shard is mapped when it is first read, so that opening costs the same at any size.
+    """
+
+    def __init__(self, shards: Iterable[tuple[Path, int]]) -> None:
+        """Take each shard's path and number of tokens.
+
+        Args:
+            shards: in the order of the stream; the counts as the set's manifest has them.
+        """
+        known = [(path, tokens) for path, tokens in shards if tokens]
+        self._paths = [path for path, _ in known]
+        self._starts = np.cumsum([0, *(tokens for _, tokens in known)], dtype=np.int64)
+        self._mapped: dict[int, _MappedShard] = {}
+        self._first: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -159,30 +171,125 @@ class TokenStream:
 
         Raises:
             IndexError: the stream ends before.
+            DataError: a shard cannot be read.
         """
         if start < 0 or start + len(out) > len(self):
             raise IndexError(f"tokens [{start}, {start + len(out)}) of a stream of {len(self)}")
-        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        number = int(self._starts.searchsorted(start, side="right")) - 1
         filled = 0
         while filled < len(out):
             begin = start + filled - int(self._starts[number])
-            piece = self._segments[number][begin : begin + len(out) - filled]
+            filled += self._shard(number).read(begin, out[filled:])
+            number += 1
+
+    def gather(self, starts: np.ndarray, out: np.ndarray) -> None:
+        """Copy a stretch of tokens into each row of ``out``, all of one length.
+
+        Args:
+            starts: int64, shape [rows].
+            out: any integer type, shape [rows, length], C-contiguous.
+
+        Raises:
+            IndexError: a stretch lies outside the stream.
+            DataError: a shard cannot be read.
+        """
+        if not len(starts):
+            return
+        length = out.shape[1]
+        if starts.min() < 0 or starts.max() + length > len(self):
+            raise IndexError(f"tokens [{starts.min()}, {starts.max() + length}) of a stream of {len(self)}")
+        numbers = self._starts.searchsorted(starts, side="right") - 1
+        begins = starts - self._starts[numbers]
+        for row, number, begin in zip(out, numbers.tolist(), begins.tolist(), strict=True):
+            segment = self._first.get(number)
+            if segment is None:
+                segment = self._shard(number).segments[0]
+            piece = segment[begin : begin + length]
+            if len(piece) == length:
+                row[:] = piece
+            else:  # it goes on in another record batch or shard
+                self.read(begin + int(self._starts[number]), row)
+
+    def document_lengths(self) -> np.ndarray:
+        """Number of tokens of every document, in the stream's order: int64, shape [documents]."""
+        parts = [_document_lengths(path) for path in self._paths]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def _shard(self, number: int) -> "_MappedShard":
+        shard = self._mapped.get(number)
+        if shard is None:
+            tokens = int(self._starts[number + 1] - self._starts[number])
+            # two threads may both map it: the later one wins, and nothing is lost
+            shard = self._mapped[number] = _MappedShard(self._paths[number], tokens)
+            self._first[number] = shard.segments[0]
+        return shard
+
+
+class _MappedShard:
+    """The tokens of one shard: a view of the mapped file for each of its record batches."""
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        self.segments = [segment for segment in _map_shard(path) if len(segment)]
+        self._starts = np.cumsum([0, *map(len, self.segments)], dtype=np.int64)
+        if self._starts[-1] != tokens:
+            raise DataError(f"{path}: it has {self._starts[-1]} tokens and the set's manifest says {tokens}.")
+
+    def read(self, begin: int, out: np.ndarray) -> int:
+        """Copy what there is of ``out`` from ``begin`` on; returns the number of tokens copied."""
+        number = int(self._starts.searchsorted(begin, side="right")) - 1
+        filled = 0
+        while filled < len(out) and number < len(self.segments):
+            offset = begin + filled - int(self._starts[number])
+            piece = self.segments[number][offset : offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             number += 1
+        return filled
+
+
+def _document_lengths(path: Path) -> np.ndarray:
+    with _readable(path) as reader:
+        columns = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
+        return np.concatenate([np.diff(as_numpy(column.offsets)).astype(np.int64) for column in columns])
+
+
+def as_numpy(array: pa.Array) -> np.ndarray:
+    """A view of an Arrow array of integers; pyarrow's own `to_numpy` would first import pandas, a third of a second.
+
+    Raises:
+        ValueError: it holds something else, nulls, or fewer values than it says.
+    """
+    if not pa.types.is_integer(array.type) or array.null_count:
+        raise ValueError(f"{array.type} with {array.null_count} nulls instead of integers")
+    buffer, width = array.buffers()[1], array.type.byte_width
+    if buffer is None or buffer.size < (array.offset + len(array)) * width:
+        raise ValueError(f"a buffer too small for {len(array)} values")
+    if not len(array):  # where there is nothing, Arrow has no memory to look at
+        return np.zeros(0, np.dtype(str(array.type)))
+    return np.frombuffer(buffer, np.dtype(str(array.type)), len(array), array.offset * width)
 
 
 def _map_shard(path: Path) -> list[np.ndarray]:
     """The flat token buffer of each record batch of a shard, as views of the mapped file."""
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    with _readable(path) as reader:
         lists = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
-        found = [array.values[array.offsets[0].as_py() : array.offsets[-1].as_py()].to_numpy() for array in lists]
+        found = []
+        for array in lists:
+            offsets = as_numpy(array.offsets)
+            found.append(as_numpy(array.values)[offsets[0] : offsets[-1]])
         tokens, expected = sum(len(values) for values in found), int(reader.schema.metadata[b"forgeline.tokens"])
         if tokens != expected:
             raise ValueError(f"{tokens} tokens, its metadata says {expected}")
         return found
-    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[pa.RecordBatchFileReader]:
+    """The mapped shard, open to be read; what is wrong with it is said with its name."""
+    try:
+        yield pa.ipc.open_file(pa.memory_map(str(path)))
+    # a damaged length of -1 is a SystemError of pyarrow's
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError, SystemError) as error:
         raise DataError(
             f"{path}: not a readable shard ({error}). Run the pipeline again: it rebuilds the set."
         ) from error
@@ -222,12 +329,27 @@ class ShardSet:
         return sum(shard[field] for shard in self.manifest["shards"] if shard["split"] == split)
 
     def stream(self, split: str, source: int | None = None) -> TokenStream:
-        """The tokens of a split, of every source or of one."""
-        return TokenStream(
-            self.directory / shard["path"]
-            for shard in self.manifest["shards"]
-            if shard["split"] == split and source in (None, shard["source"])
-        )
+        """The tokens of a split, of every source or of one.
+
+        Raises:
+            DataError: a shard is missing or has another size than when it was written.
+        """
+        chosen = [
+            shard for shard in self.manifest["shards"] if shard["split"] == split and source in (None, shard["source"])
+        ]
+        sizes = {entry["path"]: entry["size"] for entry in self.manifest["files"]}
+        for shard in chosen:
+            path = self.directory / shard["path"]
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}. Run the pipeline again: it rebuilds the set.") from None
+            if size != sizes[shard["path"]]:
+                raise DataError(
+                    f"{path}: {size} bytes, the manifest says {sizes[shard['path']]}. "
+                    "Run the pipeline again: it rebuilds the set."
+                )
+        return TokenStream((self.directory / shard["path"], shard["tokens"]) for shard in chosen)
 
     def check_canary(self, encode: Any) -> None:
         """Refuse a tokenizer that is not the one that made the set.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.loader import Loader, Sequences
+from trainer.data.loader import Batch, Loader, Sequences
 from trainer.data.order import Order
 from trainer.data.shards import FORMAT_VERSION, ShardSet, ShardWriter
 from trainer.durable import complete_directory
@@ -40,8 +40,8 @@ def loader(sequences: Sequences, batch: int, rank: int = 0, world: int = 1, micr
     return Loader(sequences, batch, micro or batch // world, rank, world, CPU)
 
 
-def inputs_of(batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    return torch.cat([inputs for inputs, _ in batch])
+def inputs_of(batch: list[Batch]) -> torch.Tensor:
+    return torch.cat([part.inputs for part in batch.micro_batches])
 
 
 @pytest.mark.parametrize("world", range(1, 17))
@@ -50,14 +50,14 @@ def test_the_slices_of_all_ranks_are_the_global_batch_for_every_world_size(seque
     batch = 240 // world * world
     whole = loader(sequences, batch).batch(position)
     slices = [loader(sequences, batch, rank, world, micro=1).batch(position) for rank in range(world)]
-    assert all(len(part) == batch // world for part in slices)
+    assert all(len(part.micro_batches) == batch // world for part in slices)
     assert torch.equal(torch.cat([inputs_of(part) for part in slices]), inputs_of(whole))
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 8, 24, 240])
 def test_micro_batches_only_cut_the_global_batch(sequences, micro):
     parts = loader(sequences, 240, micro=micro).batch(480)
-    assert [len(inputs) for inputs, _ in parts] == [micro] * (240 // micro)
+    assert [len(part.inputs) for part in parts.micro_batches] == [micro] * (240 // micro)
     assert torch.equal(inputs_of(parts), inputs_of(loader(sequences, 240).batch(480)))
 
 
@@ -68,10 +68,11 @@ def test_a_batch_that_does_not_divide_is_refused_and_never_shortened(sequences, 
 
 
 def test_labels_are_the_inputs_one_further_and_everything_is_contiguous_int64(sequences):
-    for inputs, labels in loader(sequences, 12, micro=4).batch(36):
+    for part in loader(sequences, 12, micro=4).batch(36).micro_batches:
+        inputs, labels = part.inputs, part.labels
         assert torch.equal(labels, inputs + 1), "the tokens of the text count upwards"
         assert inputs.shape == labels.shape == (4, LENGTH)
-        for tensor in (inputs, labels):
+        for tensor in (part.rows, inputs, labels):
             assert tensor.dtype == torch.int64
             assert tensor.is_contiguous()
 
@@ -80,7 +81,7 @@ def test_labels_are_the_inputs_one_further_and_everything_is_contiguous_int64(se
 def test_every_token_but_the_first_and_the_tail_is_predicted_once_an_epoch(sequences, epoch):
     size = len(sequences)
     batches = loader(sequences, 27).iterate(epoch * size, size // 27)
-    predicted = torch.cat([labels.flatten() for batch in batches for _, labels in batch])
+    predicted = torch.cat([part.labels.flatten() for batch in batches for part in batch.micro_batches])
     assert torch.equal(predicted.sort().values, torch.arange(1, size * LENGTH + 1))
 
 

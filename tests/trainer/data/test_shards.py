@@ -41,6 +41,12 @@ def shard_set(directory: Path, **changes: object) -> ShardSet:
     return ShardSet.open(directory)
 
 
+def stream_of(*paths: Path) -> TokenStream:
+    """A stream over shards, with the counts that their own metadata has."""
+    counts = [int(pa.ipc.open_file(str(path)).schema.metadata[b"forgeline.tokens"]) for path in paths]
+    return TokenStream(zip(paths, counts, strict=True))
+
+
 def read(stream: TokenStream, start: int, count: int) -> list[int]:
     out = np.empty(count, dtype=np.int64)
     stream.read(start, out)
@@ -58,7 +64,7 @@ def test_tokens_take_the_smallest_unsigned_type_that_holds_the_vocabulary(tmp_pa
     path = tmp_path / writer.shards[0]["path"]
     column = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0).column("tokens")
     assert column.type.value_type == expected
-    assert read(TokenStream([path]), 0, 3) == ids.tolist()
+    assert read(stream_of(path), 0, 3) == ids.tolist()
 
 
 @pytest.mark.parametrize("ids", [[0, 300], [-1, 0], [65_536 + 5]])
@@ -71,7 +77,7 @@ def test_what_was_written_is_read_back_across_every_shard_border(tmp_path):
     texts = documents(60, 300)
     writer = write(tmp_path, texts, shard_tokens=64)
     whole = np.concatenate(texts).tolist()
-    stream = TokenStream(tmp_path / shard["path"] for shard in writer.shards)
+    stream = stream_of(*(tmp_path / shard["path"] for shard in writer.shards))
     assert len(writer.shards) > 10
     assert len(stream) == len(whole) == sum(shard["tokens"] for shard in writer.shards)
     for count in (1, 2, 65, 200, len(whole)):
@@ -117,7 +123,7 @@ def test_a_shard_says_what_it_is_in_its_schema(tmp_path):
 def test_a_stream_maps_its_files_and_copies_nothing(tmp_path):
     path = tmp_path / write(tmp_path, [np.zeros(2_000_000, dtype=np.int64)]).shards[0]["path"]
     before = pa.total_allocated_bytes()
-    stream = TokenStream([path])
+    stream = stream_of(path)
     assert len(stream) == 2_000_000
     assert pa.total_allocated_bytes() - before < 10_000
 
@@ -126,34 +132,34 @@ def test_a_stream_maps_its_files_and_copies_nothing(tmp_path):
 def test_reading_past_an_end_is_an_error_and_never_wraps(tmp_path, start, count):
     path = tmp_path / write(tmp_path, documents(5, 300)).shards[0]["path"]
     with pytest.raises(IndexError, match="of a stream of"):
-        read(TokenStream([path]), start, count)
+        read(stream_of(path), start, count)
 
 
 def test_documents_of_no_tokens_and_an_empty_split_do_no_harm(tmp_path):
     path = tmp_path / write(tmp_path, [np.array([], dtype=np.int64), np.array([7])]).shards[0]["path"]
-    assert read(TokenStream([path]), 0, 1) == [7]
+    assert read(stream_of(path), 0, 1) == [7]
     assert len(TokenStream([])) == 0
     assert write(tmp_path, []).shards == []
 
 
 def test_a_shard_cut_off_anywhere_is_refused_by_name(tmp_path):
     path = tmp_path / write(tmp_path, documents(4, 300)).shards[0]["path"]
-    whole = path.read_bytes()
+    whole, stream = path.read_bytes(), stream_of(path)
     for size in range(0, len(whole), 13):
         path.write_bytes(whole[:size])
         with pytest.raises(DataError, match=path.name):
-            TokenStream([path])
+            read(TokenStream([(path, len(stream))]), 0, 1)
 
 
 def test_a_shard_with_a_damaged_byte_is_refused_by_name_or_keeps_its_length(tmp_path):
     texts = documents(4, 300)
     path = tmp_path / write(tmp_path, texts).shards[0]["path"]
     whole = path.read_bytes()
-    refused = 0
+    refused, tokens = 0, sum(map(len, texts))
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         try:
-            assert len(TokenStream([path])) == sum(map(len, texts))
+            assert len(read(TokenStream([(path, tokens)]), 0, tokens)) == tokens
         except DataError as error:
             refused += 1
             assert str(path) in str(error)
@@ -166,6 +172,50 @@ def test_a_missing_shard_is_refused_by_name(tmp_path):
     (tmp_path / "set" / lost).unlink()
     with pytest.raises(DataError, match=lost):
         shards.stream("train")
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_shard_of_another_size_is_refused_by_name_when_the_set_is_opened(tmp_path, change):
+    shards = shard_set(tmp_path / "set")
+    path = tmp_path / "set" / shards.manifest["shards"][1]["path"]
+    path.write_bytes(path.read_bytes()[:-1] if change < 0 else path.read_bytes() + b"x")
+    with pytest.raises(DataError, match=f"{path.name}: .* bytes, the manifest says"):
+        shards.stream("train")
+
+
+def test_a_shard_with_another_count_than_the_manifest_is_refused_by_name(tmp_path):
+    path = tmp_path / write(tmp_path, documents(5, 300)).shards[0]["path"]
+    with pytest.raises(DataError, match=f"{path.name}: it has .* tokens and the set's manifest says 7"):
+        read(TokenStream([(path, 7)]), 0, 1)
+
+
+def test_opening_maps_no_shard_and_a_read_maps_only_its_own(tmp_path):
+    writer = write(tmp_path, documents(60, 300), shard_tokens=64)
+    stream = stream_of(*(tmp_path / shard["path"] for shard in writer.shards))
+    assert not stream._mapped
+    read(stream, len(stream) - 2, 2)
+    assert list(stream._mapped) == [len(writer.shards) - 1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 150])
+def test_rows_are_gathered_across_every_shard_border_in_any_order(tmp_path, length):
+    texts = documents(60, 300)
+    writer = write(tmp_path, texts, shard_tokens=64)
+    stream = stream_of(*(tmp_path / shard["path"] for shard in writer.shards))
+    whole = np.concatenate(texts)
+    starts = np.random.default_rng(0).permutation(len(whole) - length + 1)
+    rows = np.empty((len(starts), length), dtype=np.int64)
+    stream.gather(starts, rows)
+    assert np.array_equal(rows, np.lib.stride_tricks.sliding_window_view(whole, length)[starts])
+    with pytest.raises(IndexError, match="of a stream of"):
+        stream.gather(np.array([len(whole) - length + 1]), rows[:1])
+
+
+def test_the_documents_lengths_are_those_written(tmp_path):
+    texts = documents(60, 300)
+    writer = write(tmp_path, texts, shard_tokens=64)
+    stream = stream_of(*(tmp_path / shard["path"] for shard in writer.shards))
+    assert stream.document_lengths().tolist() == [len(ids) for ids in texts]
 
 
 def test_a_set_knows_its_totals(tmp_path):
