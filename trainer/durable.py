@@ -194,7 +194,7 @@ def explained(path: Path) -> Iterator[None]:
             raise MachineError(
                 f"{path}: the disk is full. Free space there, then run again: it goes on from here."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise MachineError(
                 f"{path}: cannot be written ({error.strerror}). Set FORGELINE_HOME to a directory you can write."
             ) from error
