@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.durable import MANIFEST, explained, hash_file, read_manifest
+from trainer.errors import MachineError
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Home:
         """
         path = Path(os.path.abspath(os.environ.get("FORGELINE_HOME") or ".forgeline"))
         with explained(path):
-            path.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError:  # such as below /proc
+                raise MachineError(f"{path}: cannot be made. Set FORGELINE_HOME to a directory you can write.") from None
             probe = path / f".writable.{os.getpid()}"
             probe.touch()
             probe.unlink()
