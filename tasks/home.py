@@ -28,7 +28,8 @@ class Home:
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except FileNotFoundError:  # such as below /proc
-                raise MachineError(f"{path}: cannot be made. Set FORGELINE_HOME to a directory you can write.") from None
+                message = f"{path}: cannot be made. Set FORGELINE_HOME to a directory you can write."
+                raise MachineError(message) from None
             probe = path / f".writable.{os.getpid()}"
             probe.touch()
             probe.unlink()
