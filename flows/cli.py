@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "forgeline")  # the run's page shows what its stages log
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     options = _parser().parse_args(arguments)
