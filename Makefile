@@ -20,8 +20,11 @@ lint: install
 up: install  ## Prefect server, MLflow server and a worker, until Ctrl-C
 	$(BIN)/forgeline up
 
-bench: install
-	for benchmark in benchmarks/*.py; do $(BIN)/python $$benchmark || exit 1; done
+bench: install  ## every claim, measured; TEXT=tinyshakespeare.txt adds the Shakespeare figures
+	@failed=0; for benchmark in tokenization loader $(if $(TEXT),"nanogpt_shakespeare --text $(TEXT)"); do \
+		set -- $$benchmark; name=$$1; shift; echo "== $$name"; \
+		$(BIN)/python benchmarks/$$name.py "$$@" || failed=1; \
+	done; exit $$failed
 
 docs: install  ## the configuration reference, from the code
 	$(BIN)/forgeline config > docs/configure.md
