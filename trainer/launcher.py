@@ -108,13 +108,16 @@ def _explain(run_dir: Path, returncode: int, log_begin: int) -> ForgelineError:
     logs = run_dir / "logs"
     with open(logs / "launcher.log", "rb") as log:
         log.seek(log_begin)
-        _, _, root_cause = log.read().decode(errors="replace").rpartition("Root Cause")
-    found = re.search(r"rank\s*: (\d+).*?exitcode\s*: (-?\d+)", root_cause, re.DOTALL)
-    if not found:
+        text = log.read().decode(errors="replace")
+    # the last one listed is what torchrun saw first, but a killed rank takes others along within the same glance
+    ends = [(rank, int(code)) for rank, code in re.findall(r"rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)]
+    killed = [end for end in ends if end[1] < 0 and end[1] != -signal.SIGTERM]
+    if not ends:
         cause = f"the launcher ended with code {returncode}"
-    elif (code := int(found[2])) < 0:
-        cause = f"rank {found[1]} was ended by {signal.Signals(-code).name}"
+    elif killed:
+        cause = f"rank {killed[-1][0]} was ended by {signal.Signals(-killed[-1][1]).name}"
     else:
-        lines = (logs / f"rank-{found[1]}.log").read_text(errors="replace").strip().split("\n")
-        cause = f"rank {found[1]} ended with code {code}: {lines[-1]}"
+        rank, code = ends[-1]
+        lines = (logs / f"rank-{rank}.log").read_text(errors="replace").strip().split("\n")
+        cause = f"rank {rank} ended with code {code}: {lines[-1]}"
     return TrainerDiedError(f"training ended before its last step: {cause}. Logs: {logs}")
