@@ -110,7 +110,8 @@ def _explain(run_dir: Path, returncode: int, log_begin: int) -> ForgelineError:
         log.seek(log_begin)
         text = log.read().decode(errors="replace")
     # the last one listed is what torchrun saw first, but a killed rank takes others along within the same glance
-    ends = [(rank, int(code)) for rank, code in re.findall(r"rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)]
+    found = re.findall(r"\n +rank +: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
+    ends = [(rank, int(code)) for rank, code in found]
     killed = [end for end in ends if end[1] < 0 and end[1] != -signal.SIGTERM]
     if not ends:
         cause = f"the launcher ended with code {returncode}"
