@@ -23,8 +23,11 @@ from tasks.duplicates import without_duplicates
 from tasks.encoding import Tokenization, fast_encoder_agrees
 from tasks.home import Home
 from tasks.progress import Progress, report
-from tasks.sources import BadRecord, Part, Reading, SourceConfig, SourceFile, parts, read_documents, template_fields
+from tasks.reading import Reading, parts, read_documents, template_fields
+from tasks.records import BadRecord
+from tasks.sources import SourceConfig, SourceFile
 from tasks.stage import Reference, build_once, shown, timed
+from tasks.streams import Part
 from tasks.tokenizer import TokenizerConfig
 from tasks.units import Rules, Unit, build_all, facts
 from trainer.data.shards import FORMAT_VERSION as SHARD_FORMAT

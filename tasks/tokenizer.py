@@ -11,7 +11,9 @@ from pydantic import model_validator
 
 from tasks.home import Home, content_of
 from tasks.progress import Progress, Watcher, current_watcher
-from tasks.sources import BadRecord, Reading, SourceFile, read_documents, text_share
+from tasks.reading import Reading, read_documents, text_share
+from tasks.records import BadRecord
+from tasks.sources import SourceFile
 from tasks.stage import Reference, build_once, shown, timed
 from trainer.errors import ConfigError, DataError
 from trainer.settings import ShortSettings, fingerprint

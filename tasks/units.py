@@ -26,7 +26,10 @@ import numpy as np
 
 from tasks.encoding import Tokenization
 from tasks.home import Home
-from tasks.sources import BadRecord, Document, LargeDocument, Part, Reading, SourceFile, read_documents, text_share
+from tasks.reading import Document, LargeDocument, Reading, read_documents, text_share
+from tasks.records import BadRecord
+from tasks.sources import SourceFile
+from tasks.streams import Part
 from trainer.data.shards import SPLITS, ShardWriter
 from trainer.durable import complete_directory, exclusive, faults, read_manifest
 from trainer.errors import DataError, WorkerDiedError

@@ -13,7 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from tasks import encoding
 from tasks.encoding import AWKWARD, CANARY, Tokenization, fast_encoder_agrees
 from tasks.home import Home
-from tasks.sources import Reading, SourceConfig, resolve
+from tasks.reading import Reading
+from tasks.sources import SourceConfig, resolve
 from tasks.tokenizer import END_OF_TEXT, TokenizerConfig, build_tokenizer
 
 KINDS = ("byte", "char", "bpe")

@@ -22,7 +22,9 @@ import pyarrow.parquet
 import pytest
 
 from tasks.home import FileHashes, Home
-from tasks.sources import BadRecord, Document, Reading, SourceConfig, SourceFile, read_documents, resolve
+from tasks.reading import Document, Reading, read_documents
+from tasks.records import BadRecord
+from tasks.sources import SourceConfig, SourceFile, resolve
 from trainer.errors import DataError, MachineError
 
 TEXTS = ["first\r\nwith CRLF", "zweites: Zoë 🦊", "third\x00with NUL", "x" * 200_000]

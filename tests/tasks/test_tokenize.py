@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from tasks.encoding import CANARY
 from tasks.home import Home
-from tasks.sources import Reading, SourceFile, resolve, text_digest, text_share
+from tasks.reading import Reading, text_digest, text_share
+from tasks.sources import SourceFile, resolve
 from tasks.stage import Reference
 from tasks.tokenize import DataConfig, tokenize
 from tasks.tokenizer import END_OF_TEXT, TokenizerConfig, build_tokenizer

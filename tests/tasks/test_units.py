@@ -16,7 +16,9 @@ import pytest
 
 from tasks.duplicates import without_duplicates
 from tasks.home import Home
-from tasks.sources import BadRecord, Reading, SourceConfig, parts, read_documents, resolve
+from tasks.reading import Reading, parts, read_documents
+from tasks.records import BadRecord
+from tasks.sources import SourceConfig, resolve
 from tasks.stage import Reference
 from tasks.tokenize import DataConfig, tokenize
 from tasks.tokenizer import build_tokenizer
@@ -131,7 +133,7 @@ def test_a_separator_that_overlaps_itself_keeps_a_file_whole(work, tmp_path):
 
 
 def test_a_record_longer_than_the_limit_is_one_bad_record(work, tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.sources._RECORD_BYTES", 3 * 2**20)
+    monkeypatch.setattr("tasks.streams.RECORD_BYTES", 3 * 2**20)
     path = lines(tmp_path / "a.jsonl", ["before", "x" * 5 * 2**20, "after"])
     (file,) = resolve(work, [SourceConfig(path=str(path))], "s")
     before, bad, after = read_documents(file, Reading())
@@ -142,8 +144,8 @@ def test_a_record_longer_than_the_limit_is_one_bad_record(work, tmp_path, monkey
 
 def test_a_text_too_long_to_be_encoded_at_once_is_cut_where_the_ids_are_the_same(work, tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.units._PIECE_CHARACTERS", 70_000)
-    monkeypatch.setattr("tasks.sources._PIECE_CHARACTERS", 100_000)
-    monkeypatch.setattr("tasks.sources._BLOCK_BYTES", 9_999)
+    monkeypatch.setattr("tasks.reading._PIECE_CHARACTERS", 100_000)
+    monkeypatch.setattr("tasks.reading.BLOCK_BYTES", 9_999)
     text = "".join(f"Line {n} of some prose, é 🦊\n\n" for n in range(20_000))
     (tmp_path / "long").mkdir()
     (tmp_path / "long" / "a.txt").write_text(text)

@@ -1,0 +1,305 @@
+"""Reading: from the files of a source to documents.
+
+A document is a name and a text. What cannot be read as one becomes a `BadRecord`, never data.
+"""
+
+import codecs
+import hashlib
+import os
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tasks.records import RECORD_FORMATS, BadRecord, hub_records, read_records, row_group_parts
+from tasks.sources import SourceConfig, SourceFile
+from tasks.streams import (
+    BLOCK_BYTES,
+    BYTE_ORDER_MARK,
+    COMPRESSIONS,
+    TOO_LONG,
+    UNREADABLE,
+    Part,
+    byte_parts,
+    kind_of,
+    open_bytes,
+    split,
+)
+from trainer.errors import DataError
+
+_PIECE_CHARACTERS = 2**23
+"""Longest text file that is held in memory as a whole, and longest piece of a text."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records become texts."""
+
+    text_field: str = "text"
+    """Field that holds the text, in files of records."""
+    template: str | None = None
+    """Text made of several fields, `{name}` each; it takes the place of the one field."""
+    separator: str | None = None
+    """What is between the documents of a text file; None where a file is one document."""
+
+    def identity(self) -> list[Any]:
+        """What of it changes the documents that come out."""
+        return [self.text_field, self.template, self.separator]
+
+    def fields(self, source: SourceConfig) -> list[str]:
+        """The fields that a source's texts are made of."""
+        if source.text_field or self.template is None:
+            return [source.text_field or self.text_field]
+        return template_fields(self.template)
+
+    def text(self, source: SourceConfig, record: dict[str, Any]) -> str:
+        """The text of a record that has all the fields."""
+        if source.text_field or self.template is None:
+            return record[source.text_field or self.text_field]
+        return "".join(
+            literal + (record[name] if name is not None else "")
+            for literal, name, _, _ in string.Formatter().parse(self.template)
+        )
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields that a template names, each once.
+
+    Raises:
+        ValueError: it is no template of plain field names.
+    """
+    names = []
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is None:
+            continue
+        if not name or form or conversion:
+            raise ValueError("text_template: write fields as {name}, and braces as {{ and }}")
+        names.append(name)
+    if not names:
+        raise ValueError("text_template: it names no field; write fields as {name}")
+    return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and where it came from."""
+
+    name: str
+    text: str
+
+    @property
+    def characters(self) -> int:
+        """Length of the text."""
+        return len(self.text)
+
+    def digest(self) -> bytes:
+        """Hash of the text, the same wherever it came from."""
+        return text_digest(self.text)
+
+    def pieces(self) -> Iterator[str]:
+        """The text, in pieces that follow one another."""
+        for start in range(0, len(self.text), _PIECE_CHARACTERS):
+            yield self.text[start : start + _PIECE_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class LargeDocument:
+    """One text that is too large to be in memory as a whole; it is read again from its file, piece by piece."""
+
+    name: str
+    path: Path
+    characters: int
+    sum: bytes
+
+    def digest(self) -> bytes:
+        """Hash of the text, the same wherever it came from."""
+        return self.sum
+
+    def pieces(self) -> Iterator[str]:
+        """The text, in pieces that follow one another."""
+        with open_bytes(self.path) as stream:
+            yield from _decoded(stream)
+
+
+def text_digest(text: str) -> bytes:
+    """128 bits of BLAKE2b over a text's UTF-8 bytes."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def text_share(digest: bytes, purpose: Literal["validation", "tokenizer"]) -> float:
+    """A number in [0, 1) that is always the same for the same text; those for different purposes are independent."""
+    bits = digest[:8] if purpose == "validation" else digest[8:]
+    return int.from_bytes(bits, "big") / 2**64
+
+
+def read_documents(
+    file: SourceFile, reading: Reading, part: Part | None = None
+) -> Iterator[Document | LargeDocument | BadRecord]:
+    """Every document of one input, in order; memory holds one record of at most 256 MB, or a piece of a larger text.
+
+    Args:
+        part: only this part of the file; see :func:`parts`.
+
+    Raises:
+        DataError: no record has the fields of the text.
+    """
+    if file.path is None:
+        yield from _texts(hub_records(file), reading, file.config, file.name)
+        return
+    kind = kind_of(file.path)
+    where = f"{file.path}@{part.start}" if part and part.start and kind != ".parquet" else str(file.path)
+    if kind in RECORD_FORMATS:
+        fields = reading.fields(file.config)
+        yield from _texts(read_records(file.path, kind, where, fields, part), reading, file.config, where)
+    elif reading.separator:
+        yield from _separated(file, reading.separator.encode(), where, part)
+    else:
+        yield _whole_file(file)
+
+
+def parts(file: SourceFile, reading: Reading, size: int) -> list[Part | None]:
+    """The parts of about ``size`` bytes that a big file can be read in, or [None] where it is read as a whole.
+
+    Files of lines, uncompressed text files with a separator, and parquet files have parts.
+    """
+    if file.path is None or file.size <= size:
+        return [None]
+    kind = kind_of(file.path)
+    if file.path.suffix.lower() in COMPRESSIONS:
+        return [None]
+    try:
+        if kind == ".parquet":
+            return list(row_group_parts(file.path, size))
+        if kind in (".jsonl", ".ndjson", ".json"):
+            with open(file.path, "rb") as stream:
+                if stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
+                    return [None]
+            return list(byte_parts(file.path, b"\n", size))
+        separator = (reading.separator or "").encode()
+        if kind not in RECORD_FORMATS and separator and not _overlaps_itself(separator):
+            return list(byte_parts(file.path, separator, size))
+    except UNREADABLE:  # said when its documents are read
+        pass
+    return [None]
+
+
+def _overlaps_itself(separator: bytes) -> bool:
+    """Whether two occurrences can overlap, so that where one begins depends on all the text before."""
+    return any(separator.startswith(separator[n:]) for n in range(1, len(separator)))
+
+
+def _whole_file(file: SourceFile) -> Document | LargeDocument | BadRecord:
+    assert file.path is not None
+    held: list[str] = []
+    digest = hashlib.blake2b(digest_size=16)
+    characters = 0
+    try:
+        with open_bytes(file.path) as stream:
+            for piece in _decoded(stream):
+                characters += len(piece)
+                digest.update(piece.encode())
+                if characters <= _PIECE_CHARACTERS:
+                    held.append(piece)
+                else:
+                    held.clear()
+    except UnicodeDecodeError as error:
+        return BadRecord(str(file.path), None, f"not UTF-8 at byte {error.start}")
+    except UNREADABLE as error:
+        return BadRecord(str(file.path), None, f"cannot be read: {error}")
+    if characters > _PIECE_CHARACTERS:
+        return LargeDocument(file.name, file.path, characters, digest.digest())
+    return Document(file.name, "".join(held)) if characters else BadRecord(str(file.path), None, "empty")
+
+
+def _decoded(stream: Any) -> Iterator[str]:
+    """The text of a stream of UTF-8, without a byte order mark, in pieces of some megabytes."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    place = 0
+    while True:
+        block = stream.read(BLOCK_BYTES)
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise UnicodeDecodeError(
+                "utf-8", error.object, place - pending + error.start, place - pending + error.end, error.reason
+            ) from None
+        place += len(block)
+        if text:
+            yield text
+        if not block:
+            return
+
+
+def _separated(file: SourceFile, separator: bytes, where: str, part: Part | None) -> Iterator[Document | BadRecord]:
+    """The documents between a text file's separators; what is empty between two of them is no document."""
+    assert file.path is not None
+    name = f"{file.name}@{part.start}" if part and part.start else file.name
+    number = 0
+    try:
+        with open_bytes(file.path, part) as stream:
+            for number, record in enumerate(split(stream, separator), 1):
+                if record is None:
+                    yield BadRecord(where, number, TOO_LONG)
+                    continue
+                try:
+                    text = (record.removeprefix(BYTE_ORDER_MARK) if number == 1 else record).decode()
+                except UnicodeDecodeError as error:
+                    yield BadRecord(where, number, f"not UTF-8 at byte {error.start} of this document")
+                    continue
+                if text:
+                    yield Document(f"{name}:{number}", text)
+    except UNREADABLE as error:
+        yield BadRecord(where, None, f"cannot be read further: {error}")
+    if not number:
+        yield BadRecord(where, None, "empty")
+
+
+def _texts(
+    records: Iterator[tuple[int, Any]], reading: Reading, source: SourceConfig, where: str
+) -> Iterator[Document | BadRecord]:
+    """Take the text out of numbered records; a record may be a BadRecord already."""
+    seen: set[str] = set()
+    found = False
+    fields = reading.fields(source)
+    base = os.path.basename(where)
+    for line, record in records:
+        if isinstance(record, BadRecord):
+            yield record
+            continue
+        if not isinstance(record, dict):
+            yield BadRecord(where, line, "not an object with fields")
+            continue
+        missing = [field for field in fields if field not in record]
+        if missing:
+            seen.update(str(key) for key in record)
+            yield BadRecord(where, line, f"no field {missing[0]!r}")
+            continue
+        found = True
+        faults = [(field, fault) for field in fields if (fault := _fault_of(record[field], len(fields) > 1))]
+        if faults:
+            yield BadRecord(where, line, f"field {faults[0][0]!r} {faults[0][1]}")
+        elif text := reading.text(source, record):
+            yield Document(f"{base}:{line}", text)
+        else:
+            yield BadRecord(where, line, "all its fields are empty")
+    if not found and seen:
+        key = "data.text_field to the one that holds" if len(fields) == 1 else "data.text_template to those that make"
+        raise DataError(
+            f"{where}: no record has the field {', '.join(map(repr, fields))} "
+            f"(they have: {', '.join(sorted(seen)[:20])}). Set {key} the text."
+        )
+
+
+def _fault_of(text: Any, may_be_empty: bool) -> str | None:
+    """Why a field's value is not the text of a document, or a part of it."""
+    if not isinstance(text, str):
+        return "is not a text"
+    if not text:
+        return None if may_be_empty else "is empty"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"is not valid Unicode at character {error.start}"
+    return None
