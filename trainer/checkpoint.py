@@ -36,10 +36,6 @@ class Progress:
     """Labels trained on in completed steps."""
     seconds: float = 0.0
     """Time spent in completed steps, over all attempts."""
-    loss_sum: float = 0.0
-    """Sum of the losses since the last journal record."""
-    loss_count: int = 0
-    """Steps since the last journal record."""
     last_loss: float = 0.0
     """The loss of the last journal record."""
 
@@ -60,8 +56,12 @@ def find_newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def save(engine: Any, settings: TrainerInput, progress: Progress, journal_bytes: int, fixed_batch_loss: float) -> Path:
-    """Write the checkpoint of a completed step, then apply retention. Every rank has to call it."""
+def save(engine: Any, settings: TrainerInput, progress: Progress, **content: Any) -> Path:
+    """Write the checkpoint of a completed step, then apply retention. Every rank has to call it.
+
+    Args:
+        content: what else its manifest holds, as plain data.
+    """
     final = settings.run_dir / "checkpoints" / f"step-{progress.step:08d}"
     aside = final.with_name(f".{final.name}.partial")
     lead = distributed.get_rank() == 0
@@ -81,11 +81,10 @@ def save(engine: Any, settings: TrainerInput, progress: Progress, journal_bytes:
                     "kind": "checkpoint",
                     "run": settings.fingerprint,
                     "progress": vars(progress),
-                    "journal_bytes": journal_bytes,
                     "mlflow_run_id": read_tracking(settings.run_dir).get("run_id"),
-                    "fixed_batch_loss": fixed_batch_loss,
                     "world_size": distributed.get_world_size(),
                     "micro_batch": settings.micro_batch,
+                    **content,
                 },
             )
             _apply_retention(settings)
