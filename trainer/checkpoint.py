@@ -95,10 +95,19 @@ def save(engine: Any, settings: TrainerInput, progress: Progress, **content: Any
 def _apply_retention(settings: TrainerInput) -> None:
     """Remove what need not be kept, judging by what is on disk; the newest has just been sealed."""
     policy = settings.train.checkpoint
-    for directory in checkpoint_directories(settings.run_dir)[policy.keep :]:
+    directories = checkpoint_directories(settings.run_dir)
+    best = _best(directories) if policy.keep_best else None
+    for directory in directories[policy.keep :]:
         step = int(directory.name.removeprefix("step-"))
-        if not (policy.keep_every and step % policy.keep_every == 0):
+        if directory != best and not (policy.keep_every and step % policy.keep_every == 0):
             discard(directory)
+
+
+def _best(directories: list[Path]) -> Path | None:
+    """The checkpoint with the lowest validation loss, of those that were evaluated."""
+    losses = {directory: (read_manifest(directory) or {}).get("validation_loss") for directory in directories}
+    evaluated = {directory: loss for directory, loss in losses.items() if loss is not None}
+    return min(evaluated, key=lambda directory: evaluated[directory], default=None)
 
 
 @dataclass

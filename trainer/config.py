@@ -62,6 +62,17 @@ class CheckpointConfig(Settings):
     """Number of newest checkpoints that are kept."""
     keep_every: Annotated[PositiveInt | None, OPERATIONAL] = None
     """Checkpoints at multiples of this step are kept for ever."""
+    keep_best: Annotated[bool, OPERATIONAL] = False
+    """Keep the checkpoint with the lowest validation loss; needs `train.evaluation`."""
+
+
+class PeriodicEvaluationConfig(Settings):
+    """The loss on held-out text while training goes on, recorded as `validation/loss`."""
+
+    every: Annotated[PositiveInt | None, OPERATIONAL] = None
+    """Steps between evaluations; the last step always has one. Unset: none."""
+    batches: Annotated[int, Ge(1), OPERATIONAL] = 8
+    """Global batches of text, always the same first ones of the validation split, or all of it where it has fewer."""
 
 
 _OURS = {
@@ -131,6 +142,8 @@ class TrainConfig(Settings):
     """Seconds without a finished step after which training is taken for hung, ended and resumed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    evaluation: PeriodicEvaluationConfig = PeriodicEvaluationConfig()
+    """The loss on held-out text while training goes on."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Merged over the DeepSpeed configuration that is generated, for everything not named here."""
 
@@ -146,6 +159,12 @@ class TrainConfig(Settings):
             raise ValueError(
                 f"micro_batch: each of {self.ranks} ranks has {share} sequences of the global batch, "
                 f"which micro_batch={self.micro_batch} does not divide"
+            )
+        evaluated = self.evaluation.every
+        if self.checkpoint.keep_best and (evaluated is None or self.checkpoint.every % evaluated):
+            raise ValueError(
+                f"checkpoint: keep_best needs evaluation.every (it is {evaluated or 'unset'}) to divide "
+                f"checkpoint.every={self.checkpoint.every}, so that every checkpoint has a validation loss"
             )
         for key, owner in _OURS.items():
             section, _, inner = key.partition(".")

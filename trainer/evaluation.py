@@ -1,13 +1,14 @@
 """Scores a model on a held-out split: loss, perplexity, bits per byte, and the unigram entropy to compare with."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from trainer.data.loader import PADDING, MicroBatch
 from trainer.data.shards import ShardSet, TokenStream
 from trainer.errors import DataError
 from trainer.model import loss_of
@@ -40,16 +41,15 @@ def score(
     """
     stream = shards.stream("validation")
     predicted = len(stream) - 1
-    full = predicted // sequence_length
+    windows = math.ceil(predicted / sequence_length)
     total = 0.0
     model.eval()
     with torch.inference_mode():
-        for first in range(0, full, batch):
-            windows = range(first, min(full, first + batch))
-            total += _negative_log_likelihood(model, stream, windows, sequence_length, sequence_length, device)
-            on_progress(windows[-1] + 1, full)
-        if rest := predicted - full * sequence_length:
-            total += _negative_log_likelihood(model, stream, range(full, full + 1), sequence_length, rest, device)
+        for first in range(0, windows, batch):
+            end = min(windows, first + batch)
+            part = MicroBatch(read_windows(stream, range(first, end), sequence_length, len(stream))).to(device)
+            total += loss_of(model, part.inputs, part.labels, reduction="sum").item()
+            on_progress(end, windows)
     loss = total / predicted
     return {
         "eval/loss": loss,
@@ -60,15 +60,22 @@ def score(
     }
 
 
-def _negative_log_likelihood(
-    model: nn.Module, stream: TokenStream, windows: range, stride: int, length: int, device: torch.device
-) -> float:
-    """Summed over the windows that begin at multiples of ``stride`` and predict ``length`` tokens each."""
-    rows = np.empty((len(windows), length + 1), dtype=np.int64)
+def read_windows(stream: TokenStream, windows: Sequence[int], sequence_length: int, tokens: int) -> torch.Tensor:
+    """Windows of a stream: one's inputs are ``sequence_length`` tokens, the next one's follow.
+
+    Args:
+        windows: number of each, from 0.
+        tokens: how many of the stream's tokens may be read.
+
+    Returns:
+        int64, shape [windows, sequence_length + 1]; -100 after these tokens, also where a whole window is.
+    """
+    rows = np.full((len(windows), sequence_length + 1), PADDING, dtype=np.int64)
     for row, window in zip(rows, windows, strict=True):
-        stream.read(window * stride, row)
-    tokens = torch.from_numpy(rows).to(device)
-    return loss_of(model, tokens[:, :-1], tokens[:, 1:], reduction="sum").item()
+        start = window * sequence_length
+        if start < tokens:
+            stream.read(start, row[: tokens - start])
+    return torch.from_numpy(rows)
 
 
 def unigram_entropy(stream: TokenStream, vocabulary_size: int) -> float:

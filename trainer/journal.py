@@ -2,7 +2,7 @@
 
 A record is one JSON object a line: either metrics, with `step` and `time` (Unix seconds), or an
 event, with `event` and `time`. The file only ever grows. After a resume, steps that are repeated
-find their record already there and do not write it again.
+find their metrics already there and do not write them again.
 """
 
 import contextlib
@@ -32,17 +32,20 @@ class Journal:
     """Appends to the journal; opening it removes a half-written last line."""
 
     def __init__(self, path: Path) -> None:
-        end, self.last_step = 0, 0
+        end = 0
+        self._last_step: dict[str, int] = {}
         for record, end in read_records(path):  # noqa: B007  # the last end is where whole records end
-            self.last_step = max(self.last_step, record.get("step", 0))
+            if "event" not in record:
+                self._last_step |= dict.fromkeys(record, record.get("step", 0))
         self._file = open(path, "ab")  # noqa: SIM115  # open as long as the run
         self._file.truncate(end)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the metrics of ``step``, unless the journal has that step from before a resume."""
-        if step > self.last_step:
-            self._append({"step": step, "time": time.time(), **metrics})
-            self.last_step = step
+        """Append those metrics of ``step`` that the journal does not have from before a resume."""
+        new = {name: value for name, value in metrics.items() if step > self._last_step.get(name, 0)}
+        if new:
+            self._append({"step": step, "time": time.time(), **new})
+            self._last_step |= dict.fromkeys(new, step)
 
     def event(self, name: str, **details: Any) -> None:
         """Append something that happened."""

@@ -25,6 +25,7 @@ from trainer.model import DTYPES, build_model, check_document_mask, load_tokeniz
 from trainer.parts import Part
 from trainer.parts.checkpoints import Checkpoints, go_on_from
 from trainer.parts.divergence import DivergenceCheck
+from trainer.parts.evaluation import PeriodicEvaluation
 from trainer.parts.preemption import Preemption
 from trainer.parts.recorder import Recorder
 from trainer.schedule import rate_at
@@ -68,7 +69,7 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         compile_model(engine.module, device)
     torch.manual_seed(settings.train.seed + 1 + rank)
 
-    run = Run(settings, engine, TrainingStep(engine, device), loader, device, parts_of(settings))
+    run = Run(settings, engine, TrainingStep(engine, device), loader, device, parts_of(settings, shards))
     for reason in passed_over:
         run.note("checkpoint_passed_over", reason=reason)
     if resume is not None:
@@ -78,10 +79,15 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     finish(run, tokenizer, model)
 
 
-def parts_of(settings: TrainerInput) -> list[Part]:
+def parts_of(settings: TrainerInput, shards: ShardSet) -> list[Part]:
     """What hangs on the loop, in the order in which it hears of a step."""
-    checkpoints = Checkpoints(settings.train.checkpoint.every)
-    return [DivergenceCheck(), Recorder(settings.train.log_every), Heartbeat(), Preemption(checkpoints), checkpoints]
+    train = settings.train
+    checkpoints = Checkpoints(train.checkpoint.every)
+    parts: list[Part] = [DivergenceCheck(), Recorder(train.log_every), Heartbeat(), Preemption(checkpoints)]
+    if train.evaluation.every:
+        stream = shards.stream("validation")
+        parts.append(PeriodicEvaluation(train.evaluation.every, train.evaluation.batches, stream))
+    return [*parts, checkpoints]
 
 
 @dataclass
@@ -106,6 +112,8 @@ class Run:
     """Learning rate of the present step, as a share of its peak."""
     loss: float = math.nan
     """Loss of the last completed step, over all ranks; no number before there is one."""
+    validation_loss: float | None = None
+    """Loss of the present weights on the validation split; None where it was not measured."""
     tokens_per_second: float = 0.0
     """Over the steps of the last record."""
 

@@ -46,12 +46,12 @@ class TrainingStep:
         return total / parts
 
     def evaluate(self, parts: Iterable[MicroBatch]) -> torch.Tensor:
-        """The summed loss of micro-batches in evaluation mode: a float32 scalar on the device.
+        """The summed loss of micro-batches in evaluation mode: a float64 scalar on the device.
 
         Every rank has to call it, with as many micro-batches.
         """
         self.engine.eval()
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.double, device=self.device)
         with torch.no_grad():
             for part in parts:
                 total += loss_of(self.engine, part.inputs, part.labels, part.positions, reduction="sum")

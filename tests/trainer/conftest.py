@@ -45,8 +45,9 @@ def new_run(tmp_path: Path, small_shards: tuple[Path, Path]) -> Callable[..., Tr
     def make(
         name: str, steps: int = 6, precision: str = "fp32", model: dict[str, Any] | None = None, **train: Any
     ) -> TrainerInput:
-        settings = {"global_batch": 8, "ranks": 2, "threads": 1, "micro_batch": 2, "log_every": 1, **train}
-        config = TrainConfig(steps=steps, precision=precision, checkpoint={"every": 3, "keep": 4}, **settings)
+        settings = {"global_batch": 8, "ranks": 2, "threads": 1, "micro_batch": 2, "log_every": 1}
+        settings |= {"checkpoint": {"every": 3, "keep": 4}, **train}
+        config = TrainConfig(steps=steps, precision=precision, **settings)
         run_dir = tmp_path / name
         run_dir.mkdir(exist_ok=True)
         return TrainerInput(

@@ -47,6 +47,16 @@ def test_steps_that_run_twice_after_a_resume_are_recorded_once(tmp_path):
     assert steps_in(path) == [1, 2, 3, 4, 5, 6]
 
 
+def test_of_a_step_that_was_cut_off_the_metrics_that_are_missing_are_recorded(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2)
+    again = write(path, 2)
+    again.record(2, {"train/loss": 0.5, "validation/loss": 0.6})
+    last = [record for record, _ in read_records(path)][-1]
+    assert steps_in(path) == [1, 2, 2]
+    assert last["validation/loss"] == 0.6 and "train/loss" not in last
+
+
 @pytest.mark.parametrize("torn", [b"{", b'{"step": 3, "tra', b'{"step": 3}', b"\x00\x00\x00", b"\xff"])
 def test_a_torn_last_line_is_not_read_and_is_gone_after_reopening(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"

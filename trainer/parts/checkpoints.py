@@ -33,6 +33,7 @@ class Checkpoints(Part):
                 run.settings,
                 run.progress,
                 parts={type(part).__name__: state for part in run.parts if (state := part.state())},
+                validation_loss=run.validation_loss,
                 fixed_batch_loss=fixed_batch_loss(run),
                 journal_bytes=run.journal.sync() if run.journal else 0,
             )
