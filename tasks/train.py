@@ -271,7 +271,7 @@ def _launch_until_it_fits(settings: TrainerInput, lock: int) -> None:
             if settings.micro_batch % 2:
                 raise ConfigError(
                     f"{error} It cannot be halved further. Lower data.sequence_length, raise train.zero_stage, "
-                    "or set train.activation_checkpointing: true."
+                    "or set train.activation_checkpointing: full."
                 ) from None
             settings = settings.model_copy(update={"micro_batch": settings.micro_batch // 2})
             write_file(settings.run_dir / "config.yaml", settings.text())

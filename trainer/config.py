@@ -7,6 +7,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, PositiveInt, model_validator
 
+from trainer.activations import ActivationCheckpointingConfig
 from trainer.settings import OPERATIONAL, Settings
 
 
@@ -132,8 +133,8 @@ class TrainConfig(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage: what is sharded over the ranks (1 optimizer, 2 also gradients, 3 also parameters).
     With bf16 at least 1: the fp32 weights that it needs are sharded in any case."""
-    activation_checkpointing: Annotated[bool, OPERATIONAL] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    """Recomputation of activations."""
     compile: Annotated[bool, OPERATIONAL] = False
     """Compile the model with torch.compile (needs a C++ compiler on CPUs; without one it stays eager and says so)."""
     log_every: Annotated[int, Ge(1)] = 10

@@ -13,6 +13,7 @@ import torch
 from torch import distributed, nn
 
 from trainer import checkpoint
+from trainer.activations import checkpoint_activations
 from trainer.checkpoint import Progress
 from trainer.config import TrainerInput
 from trainer.data.loader import Loader, Sequences
@@ -62,8 +63,7 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     )
     if settings.document_mask:
         check_document_mask(model, settings.sequence_length)
-    if settings.train.activation_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    checkpoint_activations(model, settings.train.activation_checkpointing)
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
     if settings.train.compile:
         compile_model(engine.module, device)
