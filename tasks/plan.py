@@ -18,6 +18,7 @@ from tasks.train import planned_steps
 from trainer.config import ModelConfig, TrainConfig
 from trainer.durable import read_record, write_record
 from trainer.errors import ConfigError, MachineError
+from trainer.parallel import check_model
 from trainer.settings import fingerprint
 
 FORMAT_VERSION = 1
@@ -105,6 +106,7 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
         sequence_length=data.sequence_length,
         zero_stage=train.zero_stage,
         ranks=train.ranks,
+        parallel=train.parallel.model_dump(),
     )
     file = home.directory("plans", f"{name}.json")
     if remembered := read_record(file):
@@ -113,10 +115,13 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
 
     settings = model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length)
     _check_sizes(settings)
+    check_model(train.parallel, settings, data.sequence_length)
     parameters = count_parameters(settings)
+    layout = train.layout
+    held = parameters // (layout.tensor * layout.pipeline)  # taken to be divided evenly
     facts = {
         "parameters": parameters,
-        "memory_bytes_a_rank": memory_a_rank(parameters, train.zero_stage, train.ranks),
+        "memory_bytes_a_rank": memory_a_rank(held, train.zero_stage, layout.averaged),
         "flops_a_second": _matrix_product_rate() * _UTILISATION,
     }
     write_record(file, facts)

@@ -200,7 +200,7 @@ def _trainer_input(
 ) -> TrainerInput:
     """Write the trainer's one input file. What was resolved on an earlier attempt stays as it was."""
     file = run_dir / "config.yaml"
-    share = config.global_batch // config.ranks
+    share = config.global_batch // config.layout.data
     micro_batch = config.micro_batch or share
     precision: Any = config.precision
     earlier = _earlier(file)

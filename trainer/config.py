@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, PositiveInt, model_validator
 
 from trainer.activations import ActivationCheckpointingConfig
+from trainer.parallel import Layout, ParallelConfig, check_pairings
 from trainer.settings import OPERATIONAL, Settings
 
 
@@ -87,6 +88,9 @@ _OURS = {
     "optimizer": "it is train.optimizer",
     "scheduler": "it is train.schedule",
     "checkpoint": "checkpoints are train.checkpoint",
+    "tensor_parallel.autotp_size": "it is train.parallel.tensor",
+    "expert_parallel.autoep_size": "it is train.parallel.expert",
+    "sequence_parallel_size": "it is train.parallel.sequence",
 }
 """Keys of DeepSpeed's configuration that have a name here, which would otherwise say something else."""
 
@@ -103,9 +107,11 @@ class TrainConfig(Settings):
     global_batch: Annotated[int, Ge(1)] = 32
     """Sequences a step, over all ranks and accumulation steps."""
     micro_batch: Annotated[PositiveInt | None, OPERATIONAL] = None
-    """Sequences in one forward pass of one rank. Unset: the rank's whole share of the global batch."""
+    """Sequences in one forward pass. Unset: the whole share of the global batch of a data-parallel rank."""
     ranks: Annotated[int, Ge(1), OPERATIONAL] = 1
     """Training processes on this host: one an accelerator."""
+    parallel: Annotated[ParallelConfig, OPERATIONAL] = ParallelConfig()
+    """What the ranks divide besides the batch."""
     threads: Annotated[PositiveInt | None, OPERATIONAL] = None
     """CPU threads of each rank. Unset: the host's cores shared out evenly."""
     launcher: Annotated[Literal["torchrun"], OPERATIONAL] = "torchrun"
@@ -153,12 +159,15 @@ class TrainConfig(Settings):
         given = [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"steps: set exactly one of steps, tokens and epochs (set: {', '.join(given) or 'none'})")
-        if self.global_batch % self.ranks:
-            raise ValueError(f"global_batch: {self.global_batch} sequences do not divide over ranks={self.ranks}")
-        share = self.global_batch // self.ranks
+        data = self.layout.data
+        if self.global_batch % data:
+            raise ValueError(
+                f"global_batch: {self.global_batch} sequences do not divide over {data} data-parallel ranks"
+            )
+        share = self.global_batch // data
         if self.micro_batch and share % self.micro_batch:
             raise ValueError(
-                f"micro_batch: each of {self.ranks} ranks has {share} sequences of the global batch, "
+                f"micro_batch: each of {data} data-parallel ranks has {share} sequences of the global batch, "
                 f"which micro_batch={self.micro_batch} does not divide"
             )
         evaluated = self.evaluation.every
@@ -167,6 +176,7 @@ class TrainConfig(Settings):
                 f"checkpoint: keep_best needs evaluation.every (it is {evaluated or 'unset'}) to divide "
                 f"checkpoint.every={self.checkpoint.every}, so that every checkpoint has a validation loss"
             )
+        check_pairings(self.parallel, self.zero_stage, self.optimizer, self.compile)
         for key, owner in _OURS.items():
             section, _, inner = key.partition(".")
             value = self.deepspeed.get(section)
@@ -175,6 +185,11 @@ class TrainConfig(Settings):
         if self.optimizer == "muon" and (self.zero_stage != 0 or self.precision != "fp32"):
             raise ValueError("optimizer: muon needs zero_stage: 0 and precision: fp32 (whole matrices on every rank)")
         return self
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks divide the work."""
+        return Layout.of(self.ranks, self.parallel)
 
 
 class TrainerInput(Settings):
@@ -224,5 +239,5 @@ class TrainerInput(Settings):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of a rank in one step."""
-        return self.train.global_batch // self.train.ranks // self.micro_batch
+        """Micro-batches of a data-parallel rank in one step."""
+        return self.train.global_batch // self.train.layout.data // self.micro_batch

@@ -43,7 +43,7 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         DivergedError: the loss is not finite.
         PreemptedError: the process was told to end; a checkpoint was written.
     """
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    rank, layout = distributed.get_rank(), settings.train.layout
     tokenizer = load_tokenizer(settings.tokenizer_dir)
     shards = ShardSet.open(settings.shards_dir)
     shards.check_canary(lambda text: tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -55,7 +55,8 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         settings.packing_dir,
         settings.document_mask,
     )
-    loader = Loader(sequences, settings.train.global_batch, settings.micro_batch, rank, world_size, device)
+    data_rank = layout.place(rank).data
+    loader = Loader(sequences, settings.train.global_batch, settings.micro_batch, data_rank, layout.data, device)
 
     resume, passed_over = checkpoint.prepare_resume(settings)
     model = build_model(
@@ -67,14 +68,15 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
     if settings.train.compile:
         compile_model(engine.module, device)
-    torch.manual_seed(settings.train.seed + 1 + rank)
+    torch.manual_seed(settings.train.seed + 1 + rank // layout.tensor)  # the same dropout where a layer is divided
 
-    run = Run(settings, engine, TrainingStep(engine, device), loader, device, parts_of(settings, shards))
+    step = TrainingStep(engine, device, layout.averaged)
+    run = Run(settings, engine, step, loader, device, parts_of(settings, shards))
     for reason in passed_over:
         run.note("checkpoint_passed_over", reason=reason)
     if resume is not None:
         go_on_from(run, resume)
-        run.note("resumed", step=run.progress.step, world_size=world_size)
+        run.note("resumed", step=run.progress.step, world_size=distributed.get_world_size())
     run.steps_to_the_end()
     finish(run, tokenizer, model)
 

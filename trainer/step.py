@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed
 
 from trainer.data.loader import Batch, MicroBatch
 from trainer.model import loss_of
@@ -20,6 +19,8 @@ class TrainingStep:
     """DeepSpeed's."""
     device: torch.device
     """Where the micro-batches are."""
+    averaged: int
+    """Ranks over which the engine takes the mean of the gradients."""
 
     def run(self, batch: Batch, rate: float) -> torch.Tensor:
         """Train on a batch.
@@ -32,12 +33,12 @@ class TrainingStep:
             rate: the learning rate, as a share of its peak.
 
         Returns:
-            The rank's part of that mean, times the number of ranks: a float32 scalar on the device.
+            The rank's part of that mean, times the number of averaged ranks: a float32 scalar on the device.
         """
         set_rate(self.engine.optimizer, rate)
         total = torch.zeros((), device=self.device)
         parts = len(batch.micro_batches)
-        scale = parts * distributed.get_world_size() / batch.tokens
+        scale = parts * self.averaged / batch.tokens
         for part in batch.micro_batches:
             loss = scale * loss_of(self.engine, part.inputs, part.labels, part.positions, reduction="sum")
             self.engine.backward(loss)

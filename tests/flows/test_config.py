@@ -162,12 +162,12 @@ def test_what_only_looks_like_a_date_or_a_number_is_a_text(load, text):
         ("{}", "train.steps: set exactly one of steps, tokens and epochs (set: none)"),
         ("{steps: 1, tokens: 5}", "train.steps: set exactly one of steps, tokens and epochs (set: steps, tokens)"),
         ("{tokens: 5, epochs: 1}", "train.steps: set exactly one of steps, tokens and epochs (set: tokens, epochs)"),
-        ("{steps: 1, ranks: 3}", "train.global_batch: 32 sequences do not divide over ranks=3"),
+        ("{steps: 1, ranks: 3}", "train.global_batch: 32 sequences do not divide over 3 data-parallel ranks"),
         (
             "{steps: 1, micro_batch: 5}",
-            "train.micro_batch: each of 1 ranks has 32 sequences of the global batch, which",
+            "train.micro_batch: each of 1 data-parallel ranks has 32 sequences of the global batch, which",
         ),
-        ("{steps: 1, ranks: 2, micro_batch: 32}", "train.micro_batch: each of 2 ranks has 16 sequences"),
+        ("{steps: 1, ranks: 2, micro_batch: 32}", "train.micro_batch: each of 2 data-parallel ranks has 16 sequences"),
         ("{steps: 1, optimizer: muon}", "train.optimizer: muon needs zero_stage: 0 and precision: fp32"),
         ("{steps: 1, optimizer: muon, precision: bf16}", "train.optimizer: muon needs"),
         ("{steps: 1, optimizer: muon, precision: fp32, zero_stage: 1}", "train.optimizer: muon needs"),
@@ -213,7 +213,7 @@ def test_data_settings_that_clash_are_refused_by_key(refusal, data, message):
         ({"model.config.a": {1}}, "--set: model.config.a: {1} is not a text"),
         ({"train.steps.x": 1}, "--set train.steps.x: steps is no section."),
         ({"data.sources.0.path": "x"}, "--set data.sources.0.path: sources is no section."),
-        ({"train.micro_batch": 7}, "--set: train.micro_batch: each of 1 ranks has 32"),
+        ({"train.micro_batch": 7}, "--set: train.micro_batch: each of 1 data-parallel ranks has 32"),
     ],
 )
 def test_a_mistake_in_an_override_points_to_set_and_not_to_the_file(refusal, overrides, message):

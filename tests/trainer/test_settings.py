@@ -37,6 +37,10 @@ OPERATIONAL_KEYS = {
     "train.hang_timeout",
     "train.launcher",
     "train.micro_batch",
+    "train.parallel.expert",
+    "train.parallel.pipeline",
+    "train.parallel.sequence",
+    "train.parallel.tensor",
     "train.ranks",
     "train.threads",
 }
