@@ -14,7 +14,7 @@ from annotated_types import Gt
 from pydantic import Field, model_validator
 
 from tasks.home import FileHashes, Home
-from tasks.remote import basename, downloaded
+from tasks.remote import fetch
 from trainer.errors import DataError
 from trainer.settings import ShortSettings
 
@@ -23,7 +23,7 @@ class SourceConfig(ShortSettings):
     """One source of text. Set `path` or `dataset`; a plain string is short for `path`."""
 
     path: str | None = None
-    """File, directory, glob or URL. `$NAME` is replaced from the environment; `$PYTHON_STDLIB` is Python's library."""
+    """Path or URL of a file, directory or glob. `$NAME` is of the environment; `$PYTHON_STDLIB` is Python's library."""
     dataset: str | None = None
     """Hugging Face data set, by hub name; streamed."""
     subset: str | None = None
@@ -33,7 +33,7 @@ class SourceConfig(ShortSettings):
     revision: str | None = None
     """The data set's branch, tag or commit. Unset: the newest commit at planning."""
     exclude: list[str] = Field(default_factory=list)
-    """Patterns of paths to leave out, matched against the whole path (`*` also matches `/`)."""
+    """Patterns of paths to leave out, matched against the whole path or URL (`*` also matches `/`)."""
     text_field: str | None = None
     """Field that holds the text, for this source; unset, `data.text_field`."""
     weight: Annotated[float | None, Gt(0)] = None
@@ -96,26 +96,13 @@ def _files(home: Home, hashes: FileHashes, number: int, source: SourceConfig, ke
         {"PYTHON_STDLIB": sysconfig.get_path("stdlib"), **os.environ}
     )
     if "://" in pattern:
-        paths, root = [downloaded(home, pattern, where)], None
+        found = fetch(home, pattern, source.exclude, where)
     else:
-        pattern = os.path.abspath(os.path.expanduser(pattern))
-        if os.path.isdir(pattern):
-            paths, root = [Path(path) for path in glob.glob(f"{glob.escape(pattern)}/**", recursive=True)], pattern
-        elif os.path.exists(pattern):
-            paths, root = [Path(pattern)], os.path.dirname(pattern)
-        else:
-            paths = [Path(path) for path in glob.glob(pattern, recursive=True)]
-            root = os.path.dirname(pattern[: min((pattern.find(c) for c in "*?[" if c in pattern), default=0)])
-            if not paths:
-                raise DataError(f"{where}: nothing is at {source.path!r} (looked at {pattern}). Check the path.")
-    kept = sorted(
-        {path for path in paths if path.is_file() and not any(fnmatch.fnmatch(str(path), p) for p in source.exclude)}
-    )
-    if not kept:
+        found = _local(os.path.abspath(os.path.expanduser(pattern)), source, where)
+    if not found:
         raise DataError(f"{where}: {source.path!r} holds no file{' that is not excluded' if source.exclude else ''}.")
     result = []
-    for path in kept:
-        name = str(path.relative_to(root)) if root else basename(pattern)
+    for name, path in found.items():
         try:
             name.encode()
             result.append(SourceFile(number, name, path, hashes(path), path.stat().st_size, source))
@@ -124,6 +111,21 @@ def _files(home: Home, hashes: FileHashes, number: int, source: SourceConfig, ke
         except UnicodeEncodeError:
             raise DataError(f"{where}: the name of {os.fsencode(path)!r} is not UTF-8. Rename or exclude it.") from None
     return result
+
+
+def _local(pattern: str, source: SourceConfig, where: str) -> dict[str, Path]:
+    """The files at an absolute path or pattern, by their names below its fixed part."""
+    if os.path.isdir(pattern):
+        paths, root = glob.glob(f"{glob.escape(pattern)}/**", recursive=True), pattern
+    elif os.path.exists(pattern):
+        paths, root = [pattern], os.path.dirname(pattern)
+    else:
+        paths = glob.glob(pattern, recursive=True)
+        root = os.path.dirname(pattern[: min((pattern.find(c) for c in "*?[" if c in pattern), default=0)])
+        if not paths:
+            raise DataError(f"{where}: nothing is at {source.path!r} (looked at {pattern}). Check the path.")
+    kept = {Path(path) for path in paths if not any(fnmatch.fnmatch(path, p) for p in source.exclude)}
+    return {str(path.relative_to(root)): path for path in sorted(kept) if path.is_file()}
 
 
 def _hub_data_set(number: int, source: SourceConfig) -> SourceFile:

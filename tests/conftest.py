@@ -125,6 +125,13 @@ def new_home(path: Path, mlflow_template: Path) -> Home:
 
 
 @pytest.fixture
+def work(tmp_path: Path) -> Home:
+    """An empty work directory, for stages that track nothing."""
+    (tmp_path / "home").mkdir()
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture
 def home(tmp_path: Path, mlflow_template: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     """A fresh work directory, which `FORGELINE_HOME` names as well."""
     made = new_home(tmp_path / "home", mlflow_template)

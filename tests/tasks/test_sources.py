@@ -6,13 +6,10 @@ import gzip
 import json
 import lzma
 import os
-import socketserver
 import sysconfig
-import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +22,9 @@ from tasks.home import FileHashes, Home
 from tasks.reading import Document, Reading, read_documents
 from tasks.records import BadRecord
 from tasks.sources import SourceConfig, SourceFile, resolve
-from trainer.errors import DataError, MachineError
+from trainer.errors import DataError
 
 TEXTS = ["first\r\nwith CRLF", "zweites: Zoë 🦊", "third\x00with NUL", "x" * 200_000]
-
-
-@pytest.fixture
-def work(tmp_path) -> Home:
-    (tmp_path / "home").mkdir()
-    return Home(tmp_path / "home")
 
 
 def files(work: Home, *sources: Any) -> list[SourceFile]:
@@ -349,98 +340,3 @@ def test_a_damaged_memory_of_hashes_stops_nobody(tmp_path, content):
 def test_a_memory_of_hashes_that_cannot_be_written_stops_nobody(tmp_path):
     path = Path(make(tmp_path / "a.txt", "one"))
     assert len(FileHashes(tmp_path / "nowhere" / "hashes")(path)) == 64
-
-
-# --- over HTTP -----------------------------------------------------------------------------------
-
-
-class Handler(SimpleHTTPRequestHandler):
-    """Serves a directory and notes what was asked for."""
-
-    def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        self.server.requests.append(f"{self.command} {self.path} {int(code)}")
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-class Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(directory)))
-        self.requests: list[str] = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def end(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-@pytest.fixture
-def server(tmp_path) -> Iterator[Server]:
-    (tmp_path / "www").mkdir()
-    serving = Server(tmp_path / "www")
-    yield serving
-    serving.end()
-
-
-def downloads(server: Server) -> int:
-    return sum(request.startswith("GET") and request.endswith("200") for request in server.requests)
-
-
-def test_a_remote_file_is_fetched_once_and_again_when_it_has_changed(work, server, tmp_path):
-    page = Path(make(tmp_path / "www" / "a.txt", "one"))
-    url = f"{server.url}/a.txt"
-    assert [texts(work, url) for _ in range(3)] == [["one"]] * 3
-    assert downloads(server) == 1
-    page.write_text("two")
-    os.utime(page, (1e9, 1e9))
-    assert texts(work, url) == ["two"], "the same size, another time"
-    page.write_text("longer")
-    os.utime(page, (1e9, 1e9))
-    assert texts(work, url) == ["longer"], "the same time, another size"
-    assert downloads(server) == 3
-
-
-def test_the_copy_of_a_remote_file_is_used_when_the_server_is_gone(work, tmp_path):
-    make(tmp_path / "www" / "a.txt", "one")
-    serving = Server(tmp_path / "www")
-    before = files(work, f"{serving.url}/a.txt")
-    serving.end()
-    assert files(work, f"{serving.url}/a.txt") == before
-    assert texts(work, f"{serving.url}/a.txt") == ["one"]
-
-
-def test_a_remote_file_that_cannot_be_had_is_refused_with_its_remedy(work, server, tmp_path):
-    with pytest.raises(DataError, match=r"data.sources\[0\]: http://.*cannot be fetched.*name a local copy"):
-        files(work, f"{server.url}/missing.txt")
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(DataError, match="cannot be fetched"):
-        files(work, f"{server.url}/other.txt")
-    with pytest.raises(DataError, match="nonsense://x"):
-        files(work, "nonsense://x/a.txt")
-
-
-@pytest.mark.parametrize("query", ["", "?download=true", "#part", "?a=b/c.txt"])
-def test_the_suffix_of_a_remote_file_counts_without_its_query(work, server, tmp_path, query):
-    make(tmp_path / "www" / "sub" / "a.jsonl.gz", gzip.compress(json_lines([{"text": "remote"}])))
-    (file,) = files(work, f"{server.url}/sub/a.jsonl.gz{query}")
-    assert file.name == "a.jsonl.gz"
-    assert texts(work, f"{server.url}/sub/a.jsonl.gz{query}") == ["remote"]
-
-
-def test_two_remote_files_of_one_name_do_not_meet(work, server, tmp_path):
-    make(tmp_path / "www" / "x" / "a.txt", "one")
-    make(tmp_path / "www" / "y" / "a.txt", "two")
-    urls = [f"{server.url}/{place}/a.txt" for place in "xyx"]
-    assert [texts(work, url) for url in urls] == [["one"], ["two"], ["one"]]
-
-
-def test_a_machine_that_refuses_the_copy_is_not_taken_for_the_networks_fault(work, server, tmp_path):
-    make(tmp_path / "www" / "a.txt", "one")
-    (work.path / "downloads").touch()
-    with pytest.raises(MachineError, match="downloads: cannot be written"):
-        files(work, f"{server.url}/a.txt")

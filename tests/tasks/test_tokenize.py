@@ -64,12 +64,6 @@ print(tokenize(home, config, files, [], tokenizer).model_dump_json(), flush=True
 """
 
 
-@pytest.fixture
-def work(tmp_path) -> Home:
-    (tmp_path / "home").mkdir()
-    return Home(tmp_path / "home")
-
-
 def lines(path: Path, texts: list[str]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

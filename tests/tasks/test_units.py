@@ -48,12 +48,6 @@ for processes in sys.stdin:
 """
 
 
-@pytest.fixture
-def work(tmp_path) -> Home:
-    (tmp_path / "home").mkdir()
-    return Home(tmp_path / "home")
-
-
 def words(count: int, seed: int = 0) -> list[str]:
     """Documents that are all different."""
     chosen, parts_of_speech = random.Random(seed), ["é", "the", "of", "🦊", "and\r\n", "to"]
@@ -293,6 +287,19 @@ def test_a_grown_source_reads_only_its_new_files_and_keeps_the_old_shards(work, 
     expected = content(new.path)
     flip(next(iter(new.path.rglob("*.arrow"))))
     assert content(shards_of(work, config).path) == expected
+
+
+@pytest.mark.parametrize(
+    "change", [lambda path: path.write_text('{"text": "b"}\n'), Path.unlink], ids=["other", "gone"]
+)
+def test_a_file_that_changes_after_planning_makes_no_unit(work, tmp_path, change):
+    config = data(lines(tmp_path / "a.jsonl", words(20)), bad_record_limit=1)
+    files = resolve(work, config.sources, "s")
+    tokenizer = build_tokenizer(work, config.tokenizer, config.reading, files)
+    change(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a.jsonl: it changed while it was read. Run again"):
+        tokenize(work, config, files, [], tokenizer)
+    assert list((work.path / "units").iterdir()) == []
 
 
 def test_a_changed_file_makes_a_new_set_and_leaves_the_other_units(work, tmp_path):
