@@ -24,11 +24,11 @@ from trainer.errors import DataError
 
 PADDING = -100
 """What stands for no label: torch's losses leave it out."""
-_LOCATED = 2048
+_LOCATED = 8192
 """Sequences whose places in the order are computed together, because a few cost as much as many."""
-_BLOCK_BYTES = 2**20
-"""Size up to which small batches are handed over together: enough to pay for waking a thread, few enough for caches."""
-_PREFETCHED_BLOCKS = 4
+_BLOCK_BYTES = 2**23
+"""Size up to which small batches are handed over together, to pay for waking a thread; the first is of one batch."""
+_PREFETCHED_BLOCKS = 2
 
 
 @dataclass
@@ -289,8 +289,9 @@ class Loader:
         mine = slice(self.rank * share, (self.rank + 1) * share)
         # how many labels the other ranks have is known without asking where every sequence is full
         of_batch = np.arange(self.global_batch, dtype=np.int64)[slice(None) if sequences.plans else mine] + position
-        ahead = max(1, _LOCATED // share)
-        together = max(1, _BLOCK_BYTES // (8 * (sequences.sequence_length + 1) * share))
+        most = max(1, _BLOCK_BYTES // (8 * (sequences.sequence_length + 1) * share))
+        ahead = most * max(1, _LOCATED // (share * most))  # whole blocks, so that their memory fits the next ones
+        together = 1
         for begin in range(0, steps, ahead):
             numbers = np.arange(begin, min(begin + ahead, steps), dtype=np.int64)
             places = sequences.locate((numbers[:, None] * self.global_batch + of_batch).ravel())
@@ -299,12 +300,14 @@ class Loader:
             if sequences.plans:
                 tokens = [sequences.tokens(of_step) for of_step in places]
                 places = places[:, mine]
-            for first in range(0, len(numbers), together):
+            first = 0
+            while first < len(numbers):
                 part = places[first : first + together].reshape(-1, 2)
                 shape = (len(part), sequences.sequence_length + 1)
                 rows = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else buffers.take(shape)
                 sequences.read(part, rows.numpy())
                 yield self._cut(rows, tokens[first : first + together])
+                first, together = first + together, min(2 * together, most)
 
     def _cut(self, rows: torch.Tensor, tokens: list[int]) -> list[Batch]:
         """Cut the rows of several global batches into batches of micro-batches."""

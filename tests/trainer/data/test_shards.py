@@ -197,16 +197,20 @@ def test_opening_maps_no_shard_and_a_read_maps_only_its_own(tmp_path):
     assert list(stream._mapped) == [len(writer.shards) - 1]
 
 
+@pytest.mark.parametrize("vocabulary", [2**8, 2**16, 2**20])  # the highest ids use the type's last bit
 @pytest.mark.parametrize("length", [1, 2, 17, 150])
-def test_rows_are_gathered_across_every_shard_border_in_any_order(tmp_path, length):
-    texts = documents(60, 300)
-    writer = write(tmp_path, texts, shard_tokens=64)
+def test_rows_are_gathered_across_every_shard_border_in_any_order(tmp_path, length, vocabulary):
+    texts = documents(60, vocabulary)
+    writer = write(tmp_path, texts, vocabulary, shard_tokens=64)
     stream = stream_of(*(tmp_path / shard["path"] for shard in writer.shards))
     whole = np.concatenate(texts)
     starts = np.random.default_rng(0).permutation(len(whole) - length + 1)
-    rows = np.empty((len(starts), length), dtype=np.int64)
-    stream.gather(starts, rows)
-    assert np.array_equal(rows, np.lib.stride_tricks.sliding_window_view(whole, length)[starts])
+    expected = np.lib.stride_tricks.sliding_window_view(whole, length)[starts]
+    for together in (1, 5, len(starts)):
+        rows = np.empty((len(starts), length), dtype=np.int64)
+        for first in range(0, len(starts), together):
+            stream.gather(starts[first : first + together], rows[first : first + together])
+        assert np.array_equal(rows, expected), f"{together} rows a call"
     with pytest.raises(IndexError, match="of a stream of"):
         stream.gather(np.array([len(whole) - length + 1]), rows[:1])
 
