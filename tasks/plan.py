@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
     """
     files = resolve(home, data.sources, "data.sources")
     validation_files = resolve(home, data.validation_sources, "data.validation_sources")
+    if train.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError("train.tensorboard: TensorBoard is not installed: pip install 'forgeline[tensorboard]'")
     if train.launcher == "torchrun" and train.precision == "fp16":
         import torch
 
@@ -111,18 +113,23 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
     file = home.directory("plans", f"{name}.json")
     if remembered := read_record(file):
         return remembered
+    import torch
+
+    from trainer.flops import matrix_product_rate
     from trainer.model import count_parameters, model_configuration
 
     settings = model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length)
     _check_sizes(settings)
     check_model(train.parallel, settings, data.sequence_length)
     parameters = count_parameters(settings)
+    on_gpu = torch.cuda.is_available()
+    rate = matrix_product_rate(torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     layout = train.layout
     held = parameters // (layout.tensor * layout.pipeline)  # taken to be divided evenly
     facts = {
         "parameters": parameters,
         "memory_bytes_a_rank": memory_a_rank(held, train.zero_stage, layout.averaged),
-        "flops_a_second": _matrix_product_rate() * _UTILISATION,
+        "flops_a_second": rate * _UTILISATION,
     }
     write_record(file, facts)
     return facts
@@ -164,21 +171,6 @@ def _vocabulary_size(tokenizer: TokenizerConfig) -> int:
 
         return len(load_pretrained(tokenizer))
     return {"bpe": tokenizer.vocabulary_size, "byte": 257, "char": 128}[tokenizer.type]
-
-
-def _matrix_product_rate() -> float:
-    """Floating-point operations a second of a matrix product on this device, measured in a few milliseconds."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = 8192 if device == "cuda" else 1024
-    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    best = math.inf
-    for _ in range(6):
-        began = time.perf_counter()
-        (matrix @ matrix).sum().item()
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
 
 
 def _memory_available(ranks: int) -> int:

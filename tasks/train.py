@@ -19,6 +19,7 @@ from trainer.durable import exclusive, explained, faults, read_record, write_fil
 from trainer.errors import ConfigError, IncompleteRunError, OutOfMemoryError, PreemptedError, TrackingUnreachableError
 from trainer.launcher import launch
 from trainer.settings import fingerprint
+from trainer.tensorboard import EventFileWriter
 from trainer.tracking import Forwarder, is_tracked, reachable, read_tracking
 
 logger = logging.getLogger("forgeline")
@@ -113,7 +114,8 @@ def train(
     ) as lock:
         result = _finished(run_dir, export_dir, home)
         with reachable(home.tracking_uri):
-            if result and is_tracked(run_dir, home.tracking_uri):
+            lacks_events = config.tensorboard and not (run_dir / "tensorboard").exists()
+            if result and not lacks_events and is_tracked(run_dir, home.tracking_uri):
                 return _reference(run_dir, export_dir, run, steps, result, cached=True)
         with explained(run_dir):
             run_dir.mkdir(exist_ok=True)
@@ -131,9 +133,12 @@ def train(
             },
         )
         forwarder.start()
+        events = EventFileWriter(run_dir) if config.tensorboard else None
+        if events:
+            events.start()
         status = "FAILED"
         try:
-            cached = result is not None  # then only MLflow lacks it
+            cached = result is not None  # then only MLflow or TensorBoard lacks it
             if not result:
                 settings = _trainer_input(
                     run_dir, name, run, export_dir, model, config, data, tokenizer, shards, packing, steps, sources
@@ -148,6 +153,8 @@ def train(
             status = "KILLED"
             raise
         finally:
+            if events:
+                events.stop()
             run_id = forwarder.stop(status)
             if run_id is None:
                 logger.warning("MLflow at %s cannot be reached: %s", home.tracking_uri, forwarder.last_error)

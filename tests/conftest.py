@@ -226,7 +226,8 @@ def trained_home(
 ) -> TrainedHome:
     """The tiny configuration's run, for tests that only look at what it made."""
     directory = tmp_path_factory.mktemp("trained")
-    config = write_tiny_config(directory / "tiny.yaml", texts, {})
+    watched = {"train.tensorboard": True, "train.profile": {"start_step": 8, "steps": 1}}
+    config = write_tiny_config(directory / "tiny.yaml", texts, watched)
     made = new_home(directory / "home", mlflow_template)
     done = run_cli("run", config, "--json", home=made)
     assert done.returncode == 0, done.stderr

@@ -110,6 +110,18 @@ def test_mlflow_shows_the_run_as_the_journal_has_it(trained: dict[str, Any]) -> 
     history = client.get_metric_history(trained["mlflow_run_id"], "train/loss")
     assert sorted((metric.step, metric.value) for metric in history) == in_journal
     assert len(in_journal) == 10
+    files = {file.path for file in client.list_artifacts(trained["mlflow_run_id"], "profile/step-00000008")}
+    assert files == {f"profile/step-00000008/{name}" for name in ("trace.json.gz", "operators.txt")}
+
+
+def test_tensorboard_shows_the_run_as_the_journal_has_it(trained: dict[str, Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir = Path(trained["run_dir"])
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars("train/loss")
+    journal = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    in_journal = [(record["step"], record["train/loss"]) for record in journal if "train/loss" in record]
+    assert [(event.step, event.value) for event in events] == [(n, pytest.approx(loss)) for n, loss in in_journal]
 
 
 def test_everything_a_run_makes_is_below_the_work_directory(trained: dict[str, Any], trained_home: TrainedHome) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from trainer.activations import ActivationCheckpointingConfig
 from trainer.parallel import Layout, ParallelConfig, check_pairings
+from trainer.parts.profiler import ProfileConfig
 from trainer.settings import OPERATIONAL, Settings
 
 
@@ -91,6 +92,7 @@ _OURS = {
     "tensor_parallel.autotp_size": "it is train.parallel.tensor",
     "expert_parallel.autoep_size": "it is train.parallel.expert",
     "sequence_parallel_size": "it is train.parallel.sequence",
+    "flops_profiler": "it is train.flops_profile_step",
 }
 """Keys of DeepSpeed's configuration that have a name here, which would otherwise say something else."""
 
@@ -147,6 +149,12 @@ class TrainConfig(Settings):
     """Steps between records in the journal and MLflow; the loss is the mean over them."""
     hang_timeout: Annotated[float, Gt(0), OPERATIONAL] = 600.0
     """Seconds without a finished step after which training is taken for hung, ended and resumed."""
+    tensorboard: Annotated[bool, OPERATIONAL] = False
+    """Write TensorBoard's event files beside MLflow, into `tensorboard/` of the run directory."""
+    profile: Annotated[ProfileConfig | None, OPERATIONAL] = None
+    """Set it to see where the time of a step goes: `{start_step: 10, steps: 3}`."""
+    flops_profile_step: Annotated[PositiveInt | None, OPERATIONAL] = None
+    """Step in which DeepSpeed's flops profiler counts each module's operations, into `profile/flops.txt`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     evaluation: PeriodicEvaluationConfig = PeriodicEvaluationConfig()

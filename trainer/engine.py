@@ -39,6 +39,12 @@ def deepspeed_configuration(settings: TrainerInput, load_universal: bool) -> dic
         "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": load_universal},
     }
+    if train.flops_profile_step:
+        generated["flops_profiler"] = {
+            "enabled": True,
+            "profile_step": train.flops_profile_step - 1,  # steps completed before it
+            "output_file": str(settings.run_dir / "profile" / "flops.txt"),
+        }
     return _merged(generated, train.deepspeed)
 
 

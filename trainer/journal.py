@@ -8,6 +8,7 @@ find their metrics already there and do not write them again.
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +60,39 @@ class Journal:
         """Force the journal to the disk; returns its length in bytes."""
         os.fsync(self._file.fileno())
         return self._file.tell()
+
+
+class JournalFollower(threading.Thread):
+    """Carries the journal elsewhere from a thread of the process that launched the training.
+
+    Training never waits for it, and nothing that happens to it reaches training.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._stop_requested = threading.Event()
+        self.last_error: Exception | None = None
+        """What went wrong at the last attempt; None while all is well."""
+
+    def carry(self) -> None:
+        """Carry over what is new in the journal; called about once a second, and a last time at the end."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Carry until asked to stop and nothing is left."""
+        pause = 1.0
+        while True:
+            stopping = self._stop_requested.is_set()
+            try:
+                self.carry()
+                self.last_error, pause = None, 1.0
+            except Exception as error:
+                self.last_error, pause = error, min(30.0, pause * 2)
+            if stopping:
+                return
+            self._stop_requested.wait(pause)
+
+    def finish(self) -> None:
+        """Carry the rest over, then end."""
+        self._stop_requested.set()
+        self.join()

@@ -20,6 +20,7 @@ from trainer.data.loader import Loader, Sequences
 from trainer.data.shards import ShardSet
 from trainer.durable import complete_directory, write_record
 from trainer.engine import start_engine, whole_weights
+from trainer.flops import flops_per_token
 from trainer.heartbeat import Heartbeat
 from trainer.journal import Journal
 from trainer.model import DTYPES, build_model, check_document_mask, load_tokenizer
@@ -28,7 +29,9 @@ from trainer.parts.checkpoints import Checkpoints, go_on_from
 from trainer.parts.divergence import DivergenceCheck
 from trainer.parts.evaluation import PeriodicEvaluation
 from trainer.parts.preemption import Preemption
+from trainer.parts.profiler import Profiler
 from trainer.parts.recorder import Recorder
+from trainer.parts.utilisation import Utilisation
 from trainer.schedule import rate_at
 from trainer.step import TrainingStep
 
@@ -64,14 +67,14 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     )
     if settings.document_mask:
         check_document_mask(model, settings.sequence_length)
+    parts = parts_of(settings, shards, flops_per_token(model, settings.sequence_length))
     checkpoint_activations(model, settings.train.activation_checkpointing)
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
     if settings.train.compile:
         compile_model(engine.module, device)
     torch.manual_seed(settings.train.seed + 1 + rank // layout.tensor)  # the same dropout where a layer is divided
 
-    step = TrainingStep(engine, device, layout.averaged)
-    run = Run(settings, engine, step, loader, device, parts_of(settings, shards))
+    run = Run(settings, engine, TrainingStep(engine, device, layout.averaged), loader, device, parts)
     for reason in passed_over:
         run.note("checkpoint_passed_over", reason=reason)
     if resume is not None:
@@ -81,15 +84,24 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     finish(run, tokenizer, model)
 
 
-def parts_of(settings: TrainerInput, shards: ShardSet) -> list[Part]:
+def parts_of(settings: TrainerInput, shards: ShardSet, flops_per_token: float) -> list[Part]:
     """What hangs on the loop, in the order in which it hears of a step."""
     train = settings.train
     checkpoints = Checkpoints(train.checkpoint.every)
-    parts: list[Part] = [DivergenceCheck(), Recorder(train.log_every), Heartbeat(), Preemption(checkpoints)]
+    parts: list[Part] = [
+        DivergenceCheck(),
+        Utilisation(flops_per_token),
+        Recorder(train.log_every),
+        Heartbeat(),
+        Preemption(checkpoints),
+    ]
     if train.evaluation.every:
         stream = shards.stream("validation")
         parts.append(PeriodicEvaluation(train.evaluation.every, train.evaluation.batches, stream))
-    return [*parts, checkpoints]
+    parts.append(checkpoints)
+    if train.profile:
+        parts.append(Profiler(train.profile))
+    return parts
 
 
 @dataclass

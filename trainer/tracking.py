@@ -6,7 +6,6 @@ server that was slow, down or restarted ends up with every record once.
 
 import getpass
 import os
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 
 from trainer.durable import fsync, read_record, write_record
 from trainer.errors import TrackingUnreachableError
-from trainer.journal import read_records
+from trainer.journal import JournalFollower, read_records
 
 _BATCH = 1000
 """Metrics in one call: the most that MLflow's batch API takes."""
@@ -89,8 +88,8 @@ def is_tracked(run_dir: Path, tracking_uri: str) -> bool:
         raise
 
 
-class Forwarder(threading.Thread):
-    """Carries one run's journal to MLflow from a thread of the process that launched the training."""
+class Forwarder(JournalFollower):
+    """Carries one run's journal to MLflow, and the files that its events name as artifacts."""
 
     def __init__(
         self,
@@ -102,31 +101,18 @@ class Forwarder(threading.Thread):
         parameters: dict[str, str],
         tags: dict[str, str],
     ) -> None:
-        super().__init__(name="mlflow-forwarder", daemon=True)
+        super().__init__("mlflow-forwarder")
         self._journal = run_dir / "metrics.jsonl"
         self._state_file = run_dir / "tracking.json"
         self._uri, self._experiment, self._name = tracking_uri, experiment, name
         self._fingerprint, self._parameters, self._tags = fingerprint, parameters, tags
         self._state: dict[str, Any] = {}
-        self._stop_requested = threading.Event()
-        self.last_error: Exception | None = None
-        """What MLflow last answered when it could not be reached; None while all is well."""
+        self._client: Any = None
 
-    def run(self) -> None:
-        """Forward until asked to stop and nothing is left."""
-        client: Any = None
-        pause = 1.0
-        while True:
-            stopping = self._stop_requested.is_set()
-            try:
-                client = client or self._connect()
-                self._forward(client)
-                self.last_error, pause = None, 1.0
-            except Exception as error:  # whatever the tracking server does must not reach training
-                self.last_error, pause = error, min(30.0, pause * 2)
-            if stopping:
-                return
-            self._stop_requested.wait(pause)
+    def carry(self) -> None:
+        """Connect where that has not been done, then forward."""
+        self._client = self._client or self._connect()
+        self._forward(self._client)
 
     def stop(self, status: str | None) -> str | None:
         """Carry the rest over and set the MLflow run's status.
@@ -134,8 +120,7 @@ class Forwarder(threading.Thread):
         Returns:
             The MLflow run's id, or None where MLflow could not be reached (see ``last_error``).
         """
-        self._stop_requested.set()
-        self.join()
+        self.finish()
         if self.last_error is None and status:
             mlflow_client(self._uri).set_terminated(self._state["run_id"], status)
         return self._state.get("run_id") if self.last_error is None else None
@@ -190,6 +175,9 @@ class Forwarder(threading.Thread):
                     for key, value in record.items()
                     if key not in ("step", "time")
                 ]
+            for name in record.get("artifacts", ()):
+                if (file := self._journal.parent / name).exists():
+                    client.log_artifact(self._state["run_id"], str(file), str(Path(name).parent))
             offset = end
             if len(metrics) > _BATCH - 50:
                 self._send(client, metrics, offset)

@@ -163,6 +163,12 @@ def test_fp16_without_an_accelerator_is_refused(work):
         make(work, train={"steps": 1, "precision": "fp16"})
 
 
+def test_tensorboard_that_is_not_installed_is_refused_with_its_remedy(work, monkeypatch):
+    monkeypatch.setattr("tasks.plan.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"train.tensorboard: .* pip install 'forgeline\[tensorboard\]'"):
+        make(work, train={"steps": 1, "tensorboard": True})
+
+
 @pytest.mark.parametrize(
     ("stage", "ranks", "bytes_a_parameter"),
     [(0, 1, 16), (0, 8, 16), (1, 8, 9), (2, 8, 5.5), (3, 8, 2), (3, 1, 16)],

@@ -41,6 +41,19 @@ def small_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def new_run(tmp_path: Path, small_shards: tuple[Path, Path]) -> Callable[..., TrainerInput]:
     """Makes the input of a run in a directory of its own; keywords go to the training section."""
+    return runs_in(tmp_path, small_shards)
+
+
+@pytest.fixture(scope="module")
+def new_shared_run(
+    tmp_path_factory: pytest.TempPathFactory, small_shards: tuple[Path, Path]
+) -> Callable[..., TrainerInput]:
+    """The same for a run that several tests of a module only look at."""
+    return runs_in(tmp_path_factory.mktemp("runs"), small_shards)
+
+
+def runs_in(directory: Path, small_shards: tuple[Path, Path]) -> Callable[..., TrainerInput]:
+    """What makes the inputs of runs in a directory."""
 
     def make(
         name: str, steps: int = 6, precision: str = "fp32", model: dict[str, Any] | None = None, **train: Any
@@ -48,13 +61,13 @@ def new_run(tmp_path: Path, small_shards: tuple[Path, Path]) -> Callable[..., Tr
         settings = {"global_batch": 8, "ranks": 2, "threads": 1, "micro_batch": 2, "log_every": 1}
         settings |= {"checkpoint": {"every": 3, "keep": 4}, **train}
         config = TrainConfig(steps=steps, precision=precision, **settings)
-        run_dir = tmp_path / name
+        run_dir = directory / name
         run_dir.mkdir(exist_ok=True)
         return TrainerInput(
             name=name,
             fingerprint="0123456789abcdef",
             run_dir=run_dir,
-            export_dir=tmp_path / f"{name}-export",
+            export_dir=directory / f"{name}-export",
             shards_dir=small_shards[1],
             tokenizer_dir=small_shards[0],
             sequence_length=32,

@@ -21,7 +21,8 @@ def forget_what_came_after(settings: TrainerInput, step: int) -> None:
         if int(directory.name.removeprefix("step-")) > step:
             shutil.rmtree(directory)
     lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (settings.run_dir / "metrics.jsonl").write_text("".join(lines[: step + 1]))  # one step was not yet saved
+    # after an event come the steps, of which one was not yet saved
+    (settings.run_dir / "metrics.jsonl").write_text("".join(lines[: step + 2]))
     shutil.rmtree(settings.export_dir)
     (settings.run_dir / "result.json").unlink()
 
@@ -122,7 +123,7 @@ def test_the_norm_of_the_gradient_is_recorded(
     new_run: Callable[..., TrainerInput], zero_stage: int, precision: str
 ) -> None:
     records = run(new_run("norm", steps=2, precision=precision, zero_stage=zero_stage))
-    norms = [record["train/gradient_norm"] for record in records]
+    norms = [record["train/gradient_norm"] for record in records if "train/loss" in record]
     assert all(0.01 < norm < 100 for norm in norms)
 
 
@@ -142,8 +143,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(new_run: Callable[..., Tr
     assert "step-00000006" in passed_over[0] and "mp_rank_00_model_states.pt" in passed_over[0]
 
     shutil.rmtree(settings.export_dir)
-    events = [record for record in run(settings) if "event" in record]
-    assert [event["event"] for event in events] == ["checkpoint_passed_over", "resumed"]
+    events = [record["event"] for record in run(settings) if "event" in record]
+    assert events == ["device_peak", "checkpoint_passed_over", "resumed"]
     assert sorted(losses(journal(settings))) == [1, 2, 3, 4, 5, 6]
 
 

@@ -41,7 +41,10 @@ OPERATIONAL_KEYS = {
     "train.parallel.pipeline",
     "train.parallel.sequence",
     "train.parallel.tensor",
+    "train.profile",
+    "train.flops_profile_step",
     "train.ranks",
+    "train.tensorboard",
     "train.threads",
 }
 """What changes only how the work is done. Everything else re-addresses the outputs: add to this list with care."""
