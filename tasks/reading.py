@@ -3,7 +3,6 @@
 A document is a name and a text. What cannot be read as one becomes a `BadRecord`, never data.
 """
 
-import codecs
 import hashlib
 import os
 import string
@@ -12,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.records import RECORD_FORMATS, BadRecord, hub_records, read_records, row_group_parts
+from tasks.records import RECORD_FORMATS, BadRecord, holds_list, hub_records, read_records, row_parts
 from tasks.sources import SourceConfig, SourceFile
 from tasks.streams import (
-    BLOCK_BYTES,
     BYTE_ORDER_MARK,
     COMPRESSIONS,
     TOO_LONG,
     UNREADABLE,
     Part,
     byte_parts,
+    decoded,
     kind_of,
     open_bytes,
     split,
@@ -119,7 +118,7 @@ class LargeDocument:
     def pieces(self) -> Iterator[str]:
         """The text, in pieces that follow one another."""
         with open_bytes(self.path) as stream:
-            yield from _decoded(stream)
+            yield from decoded(stream)
 
 
 def text_digest(text: str) -> bytes:
@@ -148,7 +147,9 @@ def read_documents(
         yield from _texts(hub_records(file), reading, file.config, file.name)
         return
     kind = kind_of(file.path)
-    where = f"{file.path}@{part.start}" if part and part.start and kind != ".parquet" else str(file.path)
+    where = (
+        f"{file.path}@{part.start}" if part and part.start and kind not in (".parquet", ".arrow") else str(file.path)
+    )
     if kind in RECORD_FORMATS:
         fields = reading.fields(file.config)
         yield from _texts(read_records(file.path, kind, where, fields, part), reading, file.config, where)
@@ -161,7 +162,8 @@ def read_documents(
 def parts(file: SourceFile, reading: Reading, size: int) -> list[Part | None]:
     """The parts of about ``size`` bytes that a big file can be read in, or [None] where it is read as a whole.
 
-    Files of lines, uncompressed text files with a separator, and parquet files have parts.
+    Files of JSON lines, text files with a separator, parquet and Arrow files have parts; what is compressed, CSV,
+    one JSON list and a hub data set are read as a whole, in bounded memory.
     """
     if file.path is None or file.size <= size:
         return [None]
@@ -169,13 +171,10 @@ def parts(file: SourceFile, reading: Reading, size: int) -> list[Part | None]:
     if file.path.suffix.lower() in COMPRESSIONS:
         return [None]
     try:
-        if kind == ".parquet":
-            return list(row_group_parts(file.path, size))
+        if kind in (".parquet", ".arrow"):
+            return list(row_parts(file.path, kind, size))
         if kind in (".jsonl", ".ndjson", ".json"):
-            with open(file.path, "rb") as stream:
-                if stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
-                    return [None]
-            return list(byte_parts(file.path, b"\n", size))
+            return [None] if holds_list(file.path) else list(byte_parts(file.path, b"\n", size))
         separator = (reading.separator or "").encode()
         if kind not in RECORD_FORMATS and separator and not _overlaps_itself(separator):
             return list(byte_parts(file.path, separator, size))
@@ -196,7 +195,7 @@ def _whole_file(file: SourceFile) -> Document | LargeDocument | BadRecord:
     characters = 0
     try:
         with open_bytes(file.path) as stream:
-            for piece in _decoded(stream):
+            for piece in decoded(stream):
                 characters += len(piece)
                 digest.update(piece.encode())
                 if characters <= _PIECE_CHARACTERS:
@@ -210,26 +209,6 @@ def _whole_file(file: SourceFile) -> Document | LargeDocument | BadRecord:
     if characters > _PIECE_CHARACTERS:
         return LargeDocument(file.name, file.path, characters, digest.digest())
     return Document(file.name, "".join(held)) if characters else BadRecord(str(file.path), None, "empty")
-
-
-def _decoded(stream: Any) -> Iterator[str]:
-    """The text of a stream of UTF-8, without a byte order mark, in pieces of some megabytes."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    place = 0
-    while True:
-        block = stream.read(BLOCK_BYTES)
-        pending = len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise UnicodeDecodeError(
-                "utf-8", error.object, place - pending + error.start, place - pending + error.end, error.reason
-            ) from None
-        place += len(block)
-        if text:
-            yield text
-        if not block:
-            return
 
 
 def _separated(file: SourceFile, separator: bytes, where: str, part: Part | None) -> Iterator[Document | BadRecord]:

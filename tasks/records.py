@@ -5,7 +5,7 @@ A record is whatever stands in one place of the file; what cannot be read as one
 
 import csv
 import json
-import sys
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,22 @@ import orjson
 import pyarrow
 
 from tasks.sources import SourceFile
-from tasks.streams import BYTE_ORDER_MARK, RECORD_BYTES, TOO_LONG, UNREADABLE, Part, open_bytes, split
+from tasks.streams import (
+    BLOCK_BYTES,
+    BYTE_ORDER_MARK,
+    RECORD_BYTES,
+    TOO_LONG,
+    UNREADABLE,
+    Part,
+    decoded,
+    open_bytes,
+    split,
+)
 
 RECORD_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+_ROWS = 256
+"""Rows of a table that become Python objects together."""
+_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
@@ -44,45 +57,73 @@ def read_records(path: Path, kind: str, where: str, fields: list[str], part: Par
         if kind == ".parquet":
             yield from _parquet_rows(path, fields, part)
         elif kind == ".arrow":
-            yield from enumerate((row for batch in _arrow_batches(where) for row in batch.to_pylist()), 1)
+            yield from _arrow_rows(path, fields, part)
         elif kind == ".csv":
             with open_bytes(path) as stream:
                 yield from enumerate(_csv_rows(stream), 2)
+        elif not (part and part.start) and holds_list(path):
+            with open_bytes(path) as stream:
+                yield from enumerate(_json_list(stream), 1)
         else:
             with open_bytes(path, part) as stream:
-                yield from _json_records(stream, where)
+                yield from _json_lines(stream, where)
     except UNREADABLE as error:
         yield 0, BadRecord(where, None, f"cannot be read further: {error}")
 
 
-def row_group_parts(path: Path, size: int) -> Iterator[Part]:
-    """Parquet's row groups, in ranges of about ``size`` bytes."""
+def row_parts(path: Path, kind: str, size: int) -> Iterator[Part]:
+    """Ranges of parquet's row groups, or of Arrow's record batches, that take about ``size`` bytes each."""
+    if kind == ".parquet":
+        metadata = _parquet(path).metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        packed = path.stat().st_size / max(1, sum(group.total_byte_size for group in groups))
+        sizes = [int(group.total_byte_size * packed) for group in groups]
+    else:
+        sizes = [batch.nbytes for batch in _arrow_batches(path)]
+    start, held = 0, 0
+    for number, more in enumerate(sizes, 1):
+        held += more
+        if held >= size or number == len(sizes):
+            yield Part(start, number, held)
+            start, held = number, 0
+
+
+def _parquet(path: Path) -> Any:
     import pyarrow.parquet
 
-    metadata = pyarrow.parquet.ParquetFile(path).metadata
-    start, held = 0, 0
-    for number in range(metadata.num_row_groups):
-        held += metadata.row_group(number).total_byte_size
-        if held >= size or number == metadata.num_row_groups - 1:
-            yield Part(start, number + 1)
-            start, held = number + 1, 0
+    # read through small buffers: a row group may be larger than the memory
+    return pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK_BYTES, pre_buffer=False)
 
 
 def _parquet_rows(path: Path, fields: list[str], part: Part | None) -> Iterator[tuple[int, Any]]:
     """Numbered rows; of the fields of the text alone, where the file has them."""
-    import pyarrow.parquet
-
-    reader = pyarrow.parquet.ParquetFile(path)
+    reader = _parquet(path)
     groups = range(part.start, part.stop) if part else range(reader.metadata.num_row_groups)
     first = 1 + sum(reader.metadata.row_group(number).num_rows for number in range(groups.start))
     columns = fields if set(fields) <= set(reader.schema_arrow.names) else None
-    batches = reader.iter_batches(1024, row_groups=list(groups), columns=columns)
+    batches = reader.iter_batches(_ROWS, row_groups=list(groups), columns=columns)
     yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 
-def _arrow_batches(where: str) -> Iterator[Any]:
-    """The record batches of an Arrow file, or of an Arrow stream, which `datasets` saves under the same suffix."""
-    mapped = pyarrow.memory_map(where)
+def _arrow_rows(path: Path, fields: list[str], part: Part | None) -> Iterator[tuple[int, Any]]:
+    """Numbered rows; of the fields of the text alone, where the file has them."""
+    first = 1
+    for number, batch in enumerate(_arrow_batches(path)):
+        if part and number >= part.stop:
+            return
+        if not part or number >= part.start:
+            wanted = batch.select(fields) if set(fields) <= set(batch.schema.names) else batch
+            pieces = (wanted.slice(start, _ROWS) for start in range(0, batch.num_rows, _ROWS))
+            yield from enumerate((row for piece in pieces for row in piece.to_pylist()), first)
+        first += batch.num_rows
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """The record batches of an Arrow file, or of an Arrow stream, which `datasets` saves under the same suffix.
+
+    They are mapped: one that is not looked into costs no memory.
+    """
+    mapped = pyarrow.memory_map(str(path))
     try:
         table = pyarrow.ipc.open_file(mapped)
     except pyarrow.ArrowInvalid:
@@ -93,43 +134,78 @@ def _arrow_batches(where: str) -> Iterator[Any]:
 
 
 def _csv_rows(stream: Any) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(sys.maxsize)  # Python's limit of 128 KiB is shorter than many documents
-    without_mark = (line.removeprefix(BYTE_ORDER_MARK) if not n else line for n, line in enumerate(stream))
+    # Python's limit of 128 KiB is shorter than many documents; without one, a quote that never ends takes all memory
+    csv.field_size_limit(RECORD_BYTES)
     # bytes that are not UTF-8 become lone surrogates, so that only their own record is refused
-    yield from csv.DictReader(line.decode("utf-8", "surrogateescape") for line in without_mark)
+    yield from csv.DictReader(line.decode("utf-8", "surrogateescape") for line in _csv_lines(stream))
 
 
-def _json_records(stream: Any, where: str) -> Iterator[tuple[int, Any]]:
-    """JSON lines; or, where the text begins with a bracket, one JSON list of objects."""
-    begun = False
-    lines = split(stream, b"\n")
-    for number, line in enumerate(lines, 1):
+def _csv_lines(stream: Any) -> Iterator[bytes]:
+    for number, line in enumerate(split(stream, b"\n")):
+        if line is None:
+            raise ValueError(TOO_LONG)
+        yield (line if number else line.removeprefix(BYTE_ORDER_MARK)) + b"\n"
+
+
+def holds_list(path: Path) -> bool:
+    """Whether a file of JSON is one list, not lines."""
+    with open_bytes(path) as stream:
+        return stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+
+
+def _json_list(stream: Any) -> Iterator[Any]:
+    """The values of one JSON list, one after the other; memory holds one of them."""
+    decode = json.JSONDecoder().raw_decode
+    text, place, wanted, count, ended = "", 0, 0, 0, False
+    for piece in decoded(stream):
+        text, place = text[place:] + piece, 0
+        if len(text) < wanted:
+            continue
+        while not ended:
+            # before a value stands a bracket or a comma; after it too, or it may go on in the next piece
+            start = _after_blanks(text, place)
+            first = _after_blanks(text, start + 1)
+            close = start if count else first
+            if text[close : close + 1] == "]":
+                ended, place = True, close + 1
+                break
+            if count and text[start : start + 1] != ",":
+                break
+            try:
+                value, end = decode(text, first)
+            except ValueError:
+                break
+            if end == len(text):
+                break
+            yield value
+            count, place = count + 1, end
+        if ended and text[place:].strip():
+            raise ValueError("there is more after the list")
+        # a value that is not complete is tried again when there is twice as much of it
+        wanted = 2 * (len(text) - place)
+        if len(text) - place > RECORD_BYTES:
+            break
+    if not ended:
+        raise ValueError(f"value {count + 1} of the list is not JSON, or longer than 256 MB")
+
+
+def _after_blanks(text: str, place: int) -> int:
+    found = _BLANKS.match(text, place)
+    return found.end() if found else len(text)
+
+
+def _json_lines(stream: Any, where: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(split(stream, b"\n"), 1):
         if line is None:
             yield number, BadRecord(where, number, TOO_LONG)
             continue
         line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if not line or line.isspace():
             continue
-        if not begun and line.lstrip().startswith(b"["):
-            yield from enumerate(json.loads(_joined(line, lines)), 1)
-            return
-        begun = True
         try:
             yield number, _json(line)
         except (ValueError, RecursionError) as error:
             yield number, BadRecord(where, number, f"not JSON: {error}")
-
-
-def _joined(line: bytes, lines: Iterator[bytes | None]) -> bytes:
-    """The rest of a file that has to be in memory as a whole."""
-    kept, size = [line], len(line)
-    for line_after in lines:
-        size += RECORD_BYTES + 1 if line_after is None else len(line_after)
-        if size > RECORD_BYTES:
-            raise ValueError("a JSON list of more than 256 MB; write one object a line instead")
-        assert line_after is not None
-        kept.append(line_after)
-    return b"\n".join(kept)
 
 
 def _json(line: bytes) -> Any:

@@ -3,6 +3,7 @@
 Owns the limits that keep memory bounded. Knows nothing of texts and records.
 """
 
+import codecs
 import csv
 import io
 import lzma
@@ -31,10 +32,12 @@ UNREADABLE = (
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a big file: bytes [start, stop) between two records, or parquet's row groups [start, stop)."""
+    """A part of a big file: bytes [start, stop) between two records, or parquet's row groups or Arrow's batches."""
 
     start: int
     stop: int
+    size: int
+    """About how many bytes of the file it takes."""
 
 
 def kind_of(path: Path) -> str:
@@ -102,13 +105,33 @@ def split(stream: Any, delimiter: bytes) -> Iterator[bytes | None]:
         yield None if too_long else bytes(rest)
 
 
+def decoded(stream: Any) -> Iterator[str]:
+    """The text of a stream of UTF-8, without a byte order mark, in pieces of some megabytes."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    place = 0
+    while True:
+        block = stream.read(BLOCK_BYTES)
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise UnicodeDecodeError(
+                "utf-8", error.object, place - pending + error.start, place - pending + error.end, error.reason
+            ) from None
+        place += len(block)
+        if text:
+            yield text
+        if not block:
+            return
+
+
 def byte_parts(path: Path, delimiter: bytes, size: int) -> Iterator[Part]:
     """Parts of about ``size`` bytes, each of which ends with a delimiter or with the file."""
     with open(path, "rb") as stream:
         start, end = 0, os.fstat(stream.fileno()).st_size
         while start < end:
             stop = _after_next(stream, delimiter, start + size, end)
-            yield Part(start, stop)
+            yield Part(start, stop, stop - start)
             start = stop
 
 

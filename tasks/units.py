@@ -84,10 +84,7 @@ class Unit:
     @property
     def size(self) -> int:
         """Bytes of its files on disk, or of its parts."""
-        return sum(
-            part.stop - part.start if part and not str(file.path).endswith(".parquet") else file.size
-            for file, part in self.files
-        )
+        return sum(part.size if part else file.size for file, part in self.files)
 
 
 def build(home: Home, unit: Unit) -> Path:

@@ -3,9 +3,12 @@
 import bz2
 import csv
 import gzip
+import io
 import json
 import lzma
 import os
+import subprocess
+import sys
 import sysconfig
 import zipfile
 from collections.abc import Callable
@@ -17,13 +20,16 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tasks.home import FileHashes, Home
 from tasks.reading import Document, Reading, read_documents
-from tasks.records import BadRecord
+from tasks.records import BadRecord, _json_list
 from tasks.sources import SourceConfig, SourceFile, resolve
 from trainer.errors import DataError
 
+REPOSITORY = Path(__file__).parents[2]
 TEXTS = ["first\r\nwith CRLF", "zweites: Zoë 🦊", "third\x00with NUL", "x" * 200_000]
 
 
@@ -247,7 +253,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "empty.parquet": (b"", "cannot be read further"),
     "none.arrow": (b"no arrow at all", "cannot be read further"),
     "empty.arrow": (b"", "cannot be read further"),
-    "cut.json": (b'[{"text": "a"}, {"te', "cannot be read further"),
+    "cut.json": (b'[{"te', "cannot be read further: value 1 of the list is not JSON"),
 }
 
 
@@ -307,6 +313,96 @@ def test_what_came_before_the_damage_is_read(work, tmp_path):
     found = read(work, make(tmp_path / "a.jsonl.gz", whole[: len(whole) // 2]))
     assert len(found) > 1000
     assert [item.reason for item in found if isinstance(item, BadRecord)] == [found[-1].reason]
+
+
+@pytest.mark.parametrize("end", [b"", b",", b', {"te', b', {"text": x}]', b'; {"text": "c"}]', b",]", b"] x"])
+def test_of_a_list_that_does_not_end_well_what_came_before_is_read(work, tmp_path, end):
+    *good, last = read(work, make(tmp_path / "a.json", b'[{"text": "a"}, {"text": "b"}' + end))
+    assert [item.text for item in good] == ["a", "b"]
+    assert last.reason.startswith("cannot be read further: ")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(VALUES, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]))
+def test_a_list_is_read_in_pieces_of_any_size_as_json_reads_it_whole(values, size, indent):
+    content = io.BytesIO(json.dumps(values, indent=indent, ensure_ascii=False).encode())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tasks.streams.BLOCK_BYTES", size)
+        assert list(_json_list(content)) == values
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+from tasks.home import Home
+from tasks.reading import Reading, read_documents
+from tasks.sources import SourceConfig, resolve
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+(file,) = resolve(Home(Path(sys.argv[1])), [SourceConfig(path=sys.argv[2])], "s")
+peak = before = None
+for number, item in enumerate(read_documents(file, Reading()), 1):
+    if number % 1000 == 1:
+        peak = max(peak or 0, anonymous())
+        before = before or peak
+print(number, type(item).__name__, max(peak, anonymous()) - before)
+"""
+ROWS = 50_000
+LONG = "A line of text that is repeated. " * 64  # 2 kB
+
+
+def write_repeated(path: Path, before: bytes, row: bytes, after: bytes) -> None:
+    with gzip.open(path, "wb", 1) if path.suffix == ".gz" else open(path, "wb") as file:
+        file.write(before)
+        for _ in range(0, ROWS, 1000):
+            file.write(row * 1000)
+        file.write(after)
+
+
+def write_one_batch(path: Path) -> None:
+    table = pa.table({"text": [LONG] * ROWS + ["end"]})
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_one_row_group(path: Path) -> None:
+    table = pa.table({"text": [LONG + str(n) for n in range(ROWS)] + ["end"]})
+    pyarrow.parquet.write_table(table, path, row_group_size=2**30, compression=None, use_dictionary=False)
+
+
+BIG: dict[str, Callable[[Path], Any]] = {
+    "a.json": lambda path: write_repeated(path, b"[", json_lines([{"text": LONG}])[:-1] + b",", b'{"text": "end"}]'),
+    "a.csv": lambda path: write_repeated(path, b"id,text\n", f"1,{LONG}\n".encode(), b"1,end"),
+    "a.jsonl.gz": lambda path: write_repeated(path, b"", json_lines([{"text": LONG}]), b'{"text": "end"}'),
+    "a.parquet": write_one_row_group,
+    "a.arrow": lambda path: write_one_batch(path),
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_what_is_read_as_a_whole_is_not_in_memory_as_a_whole(work, tmp_path, name):
+    BIG[name](tmp_path / name)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(work.path), str(tmp_path / name)],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    count, kind, kibibytes = done.stdout.split()
+    assert (int(count), kind) == (ROWS + 1, "Document")
+    assert int(kibibytes) < 25 * 1024, "more than after the first document, for 100 MB of text"
+
+
+def test_a_quote_that_never_ends_does_not_take_the_rest_of_the_file_into_memory(work, tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.records.RECORD_BYTES", 1000)
+    first, last = read(work, make(tmp_path / "a.csv", 'text\nfirst\n"' + "x\n" * 5000))
+    assert (first.text, last.reason) == ("first", "cannot be read further: field larger than field limit (1000)")
 
 
 def test_the_first_file_of_a_zip_is_read(work, tmp_path):

@@ -105,17 +105,27 @@ def write_parquet(path: Path, chosen: list[str]) -> None:
     pyarrow.parquet.write_table(pa.table({"text": chosen, "id": range(len(chosen))}), path, row_group_size=7)
 
 
-@pytest.mark.parametrize(
-    ("name", "write"), [("a.jsonl", lines), ("a.txt", write_separated), ("a.parquet", write_parquet)], ids=str
-)
+def write_arrow(path: Path, chosen: list[str]) -> None:
+    table = pa.table({"text": chosen, "id": range(len(chosen))})
+    writer = pa.ipc.new_stream if "stream" in path.name else pa.ipc.new_file
+    with writer(str(path), table.schema) as opened:
+        opened.write_table(table, max_chunksize=7)
+
+
+TABLES = [("a.parquet", write_parquet), ("a.arrow", write_arrow), ("stream.arrow", write_arrow)]
+
+
+@pytest.mark.parametrize(("name", "write"), [("a.jsonl", lines), ("a.txt", write_separated), *TABLES], ids=str)
 @pytest.mark.parametrize("size", [1, 50, 777, 4096, 10**6])
 def test_the_parts_of_a_file_together_are_the_file(work, tmp_path, name, write, size):
     write(tmp_path / name, words(60))
     (file,) = resolve(work, [SourceConfig(path=str(tmp_path / name))], "s")
     reading = Reading(separator="<|sep|>")
-    found = [item.text for part in parts(file, reading, size) for item in read_documents(file, reading, part)]
-    assert found == words(60)
-    assert len(parts(file, reading, size)) > 1 or size >= 4096
+    cut = parts(file, reading, size)
+    found = [item for part in cut for item in read_documents(file, reading, part)]
+    assert [item.text for item in found] == words(60)
+    assert len(cut) > 1 or size >= 4096
+    assert sum(part.size for part in cut if part) == pytest.approx(file.size, rel=0.3) or cut == [None]
 
 
 def test_a_separator_that_overlaps_itself_keeps_a_file_whole(work, tmp_path):
@@ -139,7 +149,7 @@ def test_a_record_longer_than_the_limit_is_one_bad_record(work, tmp_path, monkey
 def test_a_text_too_long_to_be_encoded_at_once_is_cut_where_the_ids_are_the_same(work, tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.units._PIECE_CHARACTERS", 70_000)
     monkeypatch.setattr("tasks.reading._PIECE_CHARACTERS", 100_000)
-    monkeypatch.setattr("tasks.reading.BLOCK_BYTES", 9_999)
+    monkeypatch.setattr("tasks.streams.BLOCK_BYTES", 9_999)
     text = "".join(f"Line {n} of some prose, é 🦊\n\n" for n in range(20_000))
     (tmp_path / "long").mkdir()
     (tmp_path / "long" / "a.txt").write_text(text)
