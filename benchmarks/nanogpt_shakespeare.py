@@ -129,7 +129,7 @@ def plain_loop(config: Path) -> float:
     for step in range(settings.steps):
         if step == FIRST_STEPS:
             began = time.perf_counter()
-        set_rate(optimizer, rate_at(step, settings.steps, train_config.schedule))
+        set_rate(optimizer, rate_at(step, settings.steps, settings.warmup_steps, train_config.schedule))
         part = rows[step * batch : (step + 1) * batch]
         loss_of(model, part[:, :-1].contiguous(), part[:, 1:].contiguous()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train_config.gradient_clipping)

@@ -20,7 +20,7 @@ from tasks.register import RegisterConfig
 from tasks.tokenize import DataConfig
 from trainer.config import ModelConfig, TrainConfig
 from trainer.errors import ConfigError
-from trainer.settings import OPERATIONAL, Settings, is_operational
+from trainer.settings import OPERATIONAL, Settings, is_operational, nearest
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -231,6 +231,9 @@ def _explain(error: ValidationError, origin: _Origin) -> list[str]:
             )
         elif problem["type"] == "missing":
             text = "is required and not set."
+        elif problem["type"] == "literal_error":
+            allowed = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+            text = f"{text} (it is {problem['input']!r}).{nearest(str(problem['input']).lower(), allowed)}"
         elif problem["type"] != "value_error":
             text = f"{text} (it is {problem['input']!r})"
         messages.append(f"{origin.of(place)}: {key}: {text}")

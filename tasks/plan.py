@@ -19,6 +19,7 @@ from trainer.config import ModelConfig, TrainConfig
 from trainer.durable import read_record, write_record
 from trainer.errors import ConfigError, MachineError
 from trainer.parallel import check_model
+from trainer.schedule import steps_of_warmup
 from trainer.settings import fingerprint
 
 FORMAT_VERSION = 1
@@ -62,6 +63,8 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
     exact = train.epochs is None
     steps = planned_steps(train, data.sequence_length, int(tokens_in_text / data.sequence_length))
     tokens = steps * train.global_batch * data.sequence_length
+    if exact:
+        steps_of_warmup(train.schedule, steps, train.global_batch * data.sequence_length)
     facts = {
         "source_files": len(files),
         "text_bytes": text_bytes,

@@ -18,6 +18,7 @@ from trainer.data.shards import ShardSet
 from trainer.durable import exclusive, explained, faults, read_record, write_file
 from trainer.errors import ConfigError, IncompleteRunError, OutOfMemoryError, PreemptedError, TrackingUnreachableError
 from trainer.launcher import launch
+from trainer.schedule import steps_of_warmup
 from trainer.settings import fingerprint
 from trainer.tensorboard import EventFileWriter
 from trainer.tracking import Forwarder, is_tracked, reachable, read_tracking
@@ -109,6 +110,7 @@ def train(
         sequences, tokens = sequences_and_tokens(packing.path)
         tokens_a_sequence = tokens / sequences
     steps = planned_steps(config, tokens_a_sequence, sequences)
+    warmup_steps = steps_of_warmup(config.schedule, steps, config.global_batch * tokens_a_sequence)
     with exclusive(
         home.lock("runs", run_dir.name), lambda: logger.info("%s: waiting for another run of it", run_dir)
     ) as lock:
@@ -141,7 +143,19 @@ def train(
             cached = result is not None  # then only MLflow or TensorBoard lacks it
             if not result:
                 settings = _trainer_input(
-                    run_dir, name, run, export_dir, model, config, data, tokenizer, shards, packing, steps, sources
+                    run_dir,
+                    name,
+                    run,
+                    export_dir,
+                    model,
+                    config,
+                    data,
+                    tokenizer,
+                    shards,
+                    packing,
+                    steps,
+                    warmup_steps,
+                    sources,
                 )
                 _launch_until_it_fits(settings, lock)
                 result = _finished(run_dir, export_dir, home)
@@ -203,6 +217,7 @@ def _trainer_input(
     shards: Reference,
     packing: Reference | None,
     steps: int,
+    warmup_steps: int,
     sources: str,
 ) -> TrainerInput:
     """Write the trainer's one input file. What was resolved on an earlier attempt stays as it was."""
@@ -229,6 +244,7 @@ def _trainer_input(
         packing_dir=packing.path if packing else None,
         document_mask=data.document_mask,
         steps=steps,
+        warmup_steps=warmup_steps,
         precision=precision,
         micro_batch=micro_batch,
         model=model,

@@ -33,14 +33,32 @@ class ModelConfig(Settings):
 class ScheduleConfig(Settings):
     """The learning rate over the run, as a share of `train.learning_rate`."""
 
-    type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after the warm-up: constant; linear or cosine decay to the end; wsd (warm-up, stable, linear decay)."""
-    warmup: Annotated[float, Ge(0), Lt(1)] = 0.02
-    """Share of all steps in which the rate rises linearly from 0."""
+    type: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """Shape after the warm-up. cosine or linear: the length of the run is fixed; wsd (stable, then a linear decay):
+    more data may follow, as no rate before the decay depends on the end; inverse_sqrt: as in older recipes, with no
+    end at all; constant: short fine-tuning."""
+    warmup: Annotated[float, Ge(0), Lt(1)] | None = None
+    """Share of all steps in which the rate rises linearly from 0. Unset: 0.02, unless warmup_steps or
+    warmup_tokens is set."""
+    warmup_steps: Annotated[int, Ge(0)] | None = None
+    """The warm-up in steps: where a known recipe is followed at another length of run."""
+    warmup_tokens: Annotated[int, Ge(0)] | None = None
+    """The warm-up in tokens, rounded up to whole steps: where batch size or context are still being changed."""
     decay: Annotated[float, Gt(0), Le(1)] = 0.2
     """Share of all steps in which wsd decays, at the end."""
-    minimum: Annotated[float, Ge(0)] = 0.1
-    """Rate at the end, as a share of the peak."""
+    minimum: Annotated[float, Ge(0), Le(1)] = 0.1
+    """Lowest rate after the warm-up, as a share of the peak. constant has no use for it."""
+    cycles: Annotated[int, Ge(1)] = 1
+    """Times that warm-up and decay are run through, in equal parts of the run: more than 1 re-warms the rate, from
+    the minimum. A run that continues from weights (model.pretrained) re-warms without it: it has a warm-up of its
+    own."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "ScheduleConfig":
+        given = [name for name in ("warmup", "warmup_steps", "warmup_tokens") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: set at most one of warmup, warmup_steps and warmup_tokens (set: {given})")
+        return self
 
 
 class MuonConfig(Settings):
@@ -136,6 +154,12 @@ class TrainConfig(Settings):
     """The learning rate over time."""
     gradient_clipping: Annotated[float, Ge(0)] = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
+    z_loss: Annotated[float, Ge(0)] = 0.0
+    """Coefficient of the squared log-sum-exp of the logits, added to the loss that training minimises: 1e-4 keeps
+    logits from drifting in long bf16 runs. Recorded as train/z_loss; train/loss and evaluation are without it."""
+    label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of each label that is spread over the whole vocabulary: 0.1 against overconfidence on small data.
+    Recorded losses are without it."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the model. auto: bf16 where the device is faster with it, else fp32; chosen once a run."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -225,6 +249,8 @@ class TrainerInput(Settings):
     """Whether attention and positions stay inside documents."""
     steps: int
     """Steps planned."""
+    warmup_steps: int = 0
+    """Steps of each warm-up, resolved."""
     precision: Literal["fp32", "bf16", "fp16"]
     """Arithmetic, resolved."""
     micro_batch: int

@@ -32,6 +32,7 @@ from trainer.parts.preemption import Preemption
 from trainer.parts.profiler import Profiler
 from trainer.parts.recorder import Recorder
 from trainer.parts.utilisation import Utilisation
+from trainer.parts.z_loss import ZLoss
 from trainer.schedule import rate_at
 from trainer.step import TrainingStep
 
@@ -74,7 +75,8 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         compile_model(engine.module, device)
     torch.manual_seed(settings.train.seed + 1 + rank // layout.tensor)  # the same dropout where a layer is divided
 
-    run = Run(settings, engine, TrainingStep(engine, device, layout.averaged), loader, device, parts)
+    step = TrainingStep(engine, device, layout.averaged, settings.train)
+    run = Run(settings, engine, step, loader, device, parts)
     for reason in passed_over:
         run.note("checkpoint_passed_over", reason=reason)
     if resume is not None:
@@ -95,6 +97,8 @@ def parts_of(settings: TrainerInput, shards: ShardSet, flops_per_token: float) -
         Heartbeat(),
         Preemption(checkpoints),
     ]
+    if train.z_loss:
+        parts.append(ZLoss())
     if train.evaluation.every:
         stream = shards.stream("validation")
         parts.append(PeriodicEvaluation(train.evaluation.every, train.evaluation.batches, stream))
@@ -148,7 +152,7 @@ class Run:
             part.at_start(self)
         self._lap = time.perf_counter()
         for batch in self.loader.iterate(progress.position, settings.steps - progress.step):
-            self.rate = rate_at(progress.step, settings.steps, settings.train.schedule)
+            self.rate = rate_at(progress.step, settings.steps, settings.warmup_steps, settings.train.schedule)
             for part in self.parts:
                 part.before_step(self)
             self.loss = self._agree(self.step.run(batch, self.rate))

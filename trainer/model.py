@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -125,9 +125,67 @@ def loss_of(
     Returns:
         A float32 scalar.
     """
-    documents = {} if positions is None else {"position_ids": positions}
-    logits = model(input_ids=input_ids, use_cache=False, **documents).logits.float()
+    logits = _logits_of(model, input_ids, positions)
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+class TrainingLoss(NamedTuple):
+    """What training minimises and what it is made of: float32 scalars, each summed over all labels."""
+
+    objective: torch.Tensor
+    """The cross-entropy, with label smoothing where asked for, plus the z-loss."""
+    cross_entropy: torch.Tensor
+    """The plain one, in nats, as `loss_of` gives it."""
+    z_loss: torch.Tensor
+    """The coefficient times the square of log Z."""
+
+
+def training_loss_of(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor | None,
+    z_loss: float,
+    label_smoothing: float,
+) -> TrainingLoss:
+    """The training objective from one log-sum-exp over the vocabulary, log Z.
+
+    With the logits x, the label y and V entries, summed over all labels:
+
+    - cross-entropy log Z - x_y; with smoothing s the label has the share 1 - s and every entry
+      s / V, which is log Z - (1 - s) x_y - s mean(x) (Szegedy et al. 2016, section 7);
+    - z-loss: coefficient times (log Z)^2, which keeps log Z near 0 (Chowdhery et al. 2022, PaLM, section 5).
+
+    Args:
+        input_ids, labels, positions: as of :func:`loss_of`.
+        z_loss: coefficient.
+        label_smoothing: share s.
+    """
+    if not z_loss and not label_smoothing:
+        loss = loss_of(model, input_ids, labels, positions, reduction="sum")
+        return TrainingLoss(loss, loss.detach(), torch.zeros_like(loss))
+    logits = _logits_of(model, input_ids, positions)
+    log_z = logits.logsumexp(-1)
+    of_label = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    wanted = of_label
+    if label_smoothing:
+        wanted = torch.lerp(of_label, logits.mean(-1), label_smoothing)
+
+    def summed(of_places: torch.Tensor) -> torch.Tensor:
+        return of_places.masked_fill(labels < 0, 0.0).sum()
+
+    z_losses = z_loss * summed(log_z.square())
+    return TrainingLoss(
+        objective=summed(log_z - wanted) + z_losses,
+        cross_entropy=summed(log_z - of_label).detach(),
+        z_loss=z_losses.detach(),
+    )
+
+
+def _logits_of(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Float32, shape [sequences, length, vocabulary]."""
+    documents = {} if positions is None else {"position_ids": positions}
+    return model(input_ids=input_ids, use_cache=False, **documents).logits.float()
 
 
 def check_document_mask(model: Any, sequence_length: int) -> None:

@@ -1,13 +1,14 @@
 """One optimizer step over a global batch: what pipeline parallelism does in another way."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from trainer.config import TrainConfig
 from trainer.data.loader import Batch, MicroBatch
-from trainer.model import loss_of
+from trainer.model import loss_of, training_loss_of
 from trainer.optimizers import set_rate
 
 
@@ -21,11 +22,15 @@ class TrainingStep:
     """Where the micro-batches are."""
     averaged: int
     """Ranks over which the engine takes the mean of the gradients."""
+    config: TrainConfig
+    """What the objective adds to the cross-entropy."""
+    z_loss: torch.Tensor = field(init=False)
+    """The last step's, like its loss: the rank's part of the mean over all labels, times the averaged ranks."""
 
     def run(self, batch: Batch, rate: float) -> torch.Tensor:
         """Train on a batch.
 
-        The loss is the mean over the labels of the whole global batch, of which sequences with padding have
+        The objective is a mean over the labels of the whole global batch, of which sequences with padding have
         fewer: each micro-batch gives its sum, scaled so that the engine's means over micro-batches and ranks
         come out at that.
 
@@ -33,18 +38,28 @@ class TrainingStep:
             rate: the learning rate, as a share of its peak.
 
         Returns:
-            The rank's part of that mean, times the number of averaged ranks: a float32 scalar on the device.
+            The cross-entropy, without what the objective adds to it: the rank's part of the mean over all
+            labels, times the number of averaged ranks; a float32 scalar on the device.
         """
         set_rate(self.engine.optimizer, rate)
-        total = torch.zeros((), device=self.device)
-        parts = len(batch.micro_batches)
-        scale = parts * self.averaged / batch.tokens
+        cross_entropy, z_loss = torch.zeros(2, device=self.device)
+        a_label = self.averaged / batch.tokens
+        scale = a_label * len(batch.micro_batches)
         for part in batch.micro_batches:
-            loss = scale * loss_of(self.engine, part.inputs, part.labels, part.positions, reduction="sum")
-            self.engine.backward(loss)
+            loss = training_loss_of(
+                self.engine,
+                part.inputs,
+                part.labels,
+                part.positions,
+                self.config.z_loss,
+                self.config.label_smoothing,
+            )
+            self.engine.backward(scale * loss.objective)
             self.engine.step()
-            total += loss.detach()
-        return total / parts
+            cross_entropy += loss.cross_entropy
+            z_loss += loss.z_loss
+        self.z_loss = z_loss * a_label
+        return cross_entropy * a_label
 
     def evaluate(self, parts: Iterable[MicroBatch]) -> torch.Tensor:
         """The summed loss of micro-batches in evaluation mode: a float64 scalar on the device.

@@ -102,6 +102,14 @@ def test_a_key_that_is_set_twice_is_refused_with_both_lines(refusal, addition, m
         ("  learning_rate: 1e999\n", "c.yaml:6: train.learning_rate: inf is not a text or a finite number."),
         ("  learning_rate: .nan\n", "c.yaml:6: train.learning_rate: nan is not a text or a finite number."),
         ("  optimizer: sgd\n", "c.yaml:6: train.optimizer: Input should be 'adamw'"),
+        (
+            "  optimizer: AdamW2\n",
+            "c.yaml:6: train.optimizer: Input should be 'adamw' or 'muon' (it is 'AdamW2'). Did you mean adamw?",
+        ),
+        (
+            "  schedule: {warmup: 0.1, warmup_steps: 5}\n",
+            "c.yaml:6: train.schedule.warmup_steps: set at most one of warmup, warmup_steps and warmup_tokens",
+        ),
         ("  precision: [fp32]\n", "c.yaml:6: train.precision: Input should be 'auto'"),
         ("  schedule: cosine\n", "c.yaml:6: train.schedule: Input should be a valid dictionary"),
         ("model: {config: {a: .inf}}\n", "c.yaml:6: model.config.a: inf is not a text or a finite number."),

@@ -74,6 +74,12 @@ def test_steps_follow_from_tokens_and_wait_for_the_shards_where_epochs_are_asked
     assert make(work, train=train).facts["steps"] == steps
 
 
+def test_a_warm_up_longer_than_the_run_is_refused(work):
+    too_long = {"tokens": 640, "schedule": {"warmup_tokens": 641}}
+    with pytest.raises(ConfigError, match=r"train\.schedule\.warmup_tokens: a warm-up of 6 steps is no shorter than"):
+        make(work, train=too_long)
+
+
 def test_a_plan_is_the_same_plan_when_asked_again(work):
     first, second = make(work), make(work)
     assert first.sources == second.sources
