@@ -129,7 +129,8 @@ def plan_table(name: str, facts: dict[str, Any]) -> None:
         "steps": f"{facts['steps']:,}" if facts["steps"] else "known after tokenization",
         "tokens": f"{facts['tokens']:,}" if facts["tokens"] else "known after tokenization",
         "parameters": f"{facts['parameters']:,}",
-        "memory a rank": f"{facts['memory_bytes_a_rank'] / gib:.2f} GiB, without activations "
+        "memory a rank": f"{facts['memory_bytes_a_rank'] / gib:.2f} GiB, and about "
+        f"{facts['activation_bytes_a_rank'] / gib:.2f} GiB of activations "
         f"({facts['memory_bytes_available'] / gib:.1f} GiB on this host for all)",
         "disk": f"{facts['disk_bytes_needed'] / gib:.2f} GiB of {facts['disk_bytes_free'] / gib:.1f} GiB free",
         "expected time": f"about {facts['seconds_expected']:,.0f} s of training on this device",

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tasks.sources import SourceFile, resolve
 from tasks.tokenize import DataConfig, sources_fingerprint
 from tasks.tokenizer import TokenizerConfig
 from tasks.train import planned_steps
+from trainer.activations import ActivationCheckpointingConfig
 from trainer.config import ModelConfig, TrainConfig
 from trainer.durable import read_record, write_record
 from trainer.errors import ConfigError, MachineError
@@ -22,11 +24,16 @@ from trainer.parallel import check_model
 from trainer.schedule import steps_of_warmup
 from trainer.settings import fingerprint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _BYTES_A_TOKEN = 3.5
 """Rough bytes of text a token, to estimate tokens before there are any."""
 _UTILISATION = 0.3
 """Share of the matrix-product rate that training is assumed to reach."""
+
+
+_SIZING = {"zero_stage", "ranks", "parallel", "precision", "offload", "activation_checkpointing"}
+_SIZING |= {"micro_batch", "global_batch"}
+"""Keys of the training section that the model's memory depends on."""
 
 
 class Plan(BaseModel):
@@ -40,7 +47,8 @@ class Plan(BaseModel):
     """Fingerprint of the raw text."""
     facts: dict[str, Any]
     """text_bytes, steps and tokens (None while they depend on the shards), parameters,
-    memory_bytes_a_rank, memory_bytes_available, disk_bytes_needed, disk_bytes_free, seconds_expected."""
+    memory_bytes_a_rank, activation_bytes_a_rank (which shrink by themselves where memory runs out),
+    memory_bytes_available, disk_bytes_needed, disk_bytes_free, seconds_expected."""
 
 
 def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -> Plan:
@@ -58,6 +66,11 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
 
         if not torch.cuda.is_available():
             raise ConfigError("train.precision: fp16 needs an accelerator; use fp32, bf16 or auto on CPUs")
+    if train.needs_operations:
+        from trainer.engine import missing_operations
+
+        if missing := missing_operations(train):
+            raise ConfigError(missing)
     text_bytes = sum(file.size for file in files + validation_files)
     tokens_in_text = text_bytes / (1 if data.tokenizer.type in ("byte", "char") else _BYTES_A_TOKEN)
     exact = train.epochs is None
@@ -78,7 +91,7 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
         raise ConfigError(
             f"train: weights, gradients and optimizer need {memory / 2**30:.1f} GiB on {train.ranks} ranks, and "
             f"{facts['memory_bytes_available'] / 2**30:.1f} GiB are there. Raise train.zero_stage or train.ranks, "
-            "or shrink the model."
+            "set train.offload, or shrink the model."
         )
     facts["disk_bytes_needed"] = int(tokens_in_text * 4 + facts["parameters"] * (16 * (train.checkpoint.keep + 1) + 4))
     facts["disk_bytes_free"] = shutil.disk_usage(home.path).free
@@ -109,9 +122,7 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
         origin=origin,
         tokenizer=data.tokenizer.identity(),
         sequence_length=data.sequence_length,
-        zero_stage=train.zero_stage,
-        ranks=train.ranks,
-        parallel=train.parallel.model_dump(),
+        train=train.model_dump(mode="json", include=_SIZING),
     )
     file = home.directory("plans", f"{name}.json")
     if remembered := read_record(file):
@@ -128,10 +139,17 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
     on_gpu = torch.cuda.is_available()
     rate = matrix_product_rate(torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     layout = train.layout
+    elsewhere = ("cpu", "nvme") if on_gpu else ("nvme",)
+    away = [key for key in ("optimizer", "parameters") if getattr(train.offload, key) in elsewhere]
+    mixed = train.precision in ("bf16", "fp16") or (train.precision == "auto" and on_gpu)
+    tokens = (train.micro_batch or train.global_batch // layout.data) * data.sequence_length
     held = parameters // (layout.tensor * layout.pipeline)  # taken to be divided evenly
     facts = {
         "parameters": parameters,
-        "memory_bytes_a_rank": memory_a_rank(held, train.zero_stage, layout.averaged),
+        "memory_bytes_a_rank": memory_a_rank(held, train.zero_stage, layout.averaged, mixed, away),
+        "activation_bytes_a_rank": activations_a_rank(
+            settings.get_text_config(), tokens // layout.sequence, mixed, train.activation_checkpointing
+        ),
         "flops_a_second": rate * _UTILISATION,
     }
     write_record(file, facts)
@@ -153,18 +171,44 @@ def _check_sizes(settings: Any) -> None:
         )
 
 
-def memory_a_rank(parameters: int, zero_stage: int, ranks: int) -> int:
-    """Bytes of weights, gradients and Adam's states on one rank, without activations.
+def memory_a_rank(parameters: int, zero_stage: int, replicas: int, mixed: bool, away: Collection[str] = ()) -> int:
+    """Bytes of weights, gradients and Adam's states on one rank's device, without activations.
 
-    4 + 4 + 8 bytes a parameter in fp32 (2 + 2 + 12 in mixed precision, the same sum), of which
-    ZeRO divides the optimizer's (stage 1), also the gradients (2), also the weights (3) by the
-    number of ranks (Rajbhandari et al. 2020, table 1).
+    2 + 2 + 12 bytes a parameter in mixed precision, 4 + 4 + 8 in fp32 (12 with ZeRO, where DeepSpeed keeps a copy of
+    the weights with the optimizer). ZeRO divides the optimizer's by the number of ranks (stage 1), also the gradients
+    (2), also the weights (3): Rajbhandari et al. 2020, table 1. An offloaded optimizer takes the gradients along.
+
+    Args:
+        replicas: ranks that hold the same weights.
+        mixed: bf16 or fp16 rather than fp32.
+        away: `optimizer`, `parameters`: what waits in another memory.
     """
-    weights, gradients, states = 4, 4, 8
-    states_a_rank = states / (ranks if zero_stage >= 1 else 1)
-    gradients_a_rank = gradients / (ranks if zero_stage >= 2 else 1)
-    weights_a_rank = weights / (ranks if zero_stage >= 3 else 1)
-    return math.ceil(parameters * (weights_a_rank + gradients_a_rank + states_a_rank))
+    weights, gradients = (2, 2) if mixed else (4, 4)
+    states = 12 if mixed or zero_stage else 8
+    kept = [
+        0 if "parameters" in away else weights / (replicas if zero_stage >= 3 else 1),
+        0 if "optimizer" in away else gradients / (replicas if zero_stage >= 2 else 1),
+        0 if "optimizer" in away else states / (replicas if zero_stage >= 1 else 1),
+    ]
+    return math.ceil(parameters * sum(kept))
+
+
+def activations_a_rank(sizes: Any, tokens: int, mixed: bool, config: ActivationCheckpointingConfig) -> int:
+    """Rough bytes that the forward pass over ``tokens`` tokens leaves for the backward pass on one rank.
+
+    34 bytes a token, layer and hidden unit in 16 bits with fused attention (Korthikanti et al. 2022, equation 1
+    without its quadratic term), 2 where the layer keeps its input alone, 22 where it also keeps what matrix products
+    and attention gave; twice that in fp32. The logits and their loss take 14 bytes an entry.
+
+    Args:
+        sizes: the text model's transformers configuration.
+    """
+    a_layer = 34
+    kept = 0 if config.offload else {"none": a_layer, "full": 2, "selective": 22}[config.mode]
+    layers = sizes.num_hidden_layers
+    recomputed = 0 if config.mode == "none" else math.ceil(layers / config.every)
+    held = recomputed * kept + (layers - recomputed) * a_layer + (a_layer if recomputed else 0)
+    return tokens * (held * sizes.hidden_size * (1 if mixed else 2) + 14 * sizes.vocab_size)
 
 
 def _vocabulary_size(tokenizer: TokenizerConfig) -> int:

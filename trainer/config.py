@@ -11,6 +11,7 @@ from trainer.activations import ActivationCheckpointingConfig
 from trainer.parallel import Layout, ParallelConfig, check_pairings
 from trainer.parts.profiler import ProfileConfig
 from trainer.settings import OPERATIONAL, Settings
+from trainer.sharding import CommunicationConfig, OffloadConfig, check_sharding
 
 
 class ModelConfig(Settings):
@@ -102,6 +103,16 @@ _OURS = {
     "gradient_accumulation_steps": "it follows from train.global_batch, train.micro_batch and train.ranks",
     "gradient_clipping": "it is train.gradient_clipping",
     "zero_optimization.stage": "it is train.zero_stage",
+    "zero_optimization.offload_optimizer.device": "it is train.offload.optimizer",
+    "zero_optimization.offload_param.device": "it is train.offload.parameters",
+    "zero_optimization.overlap_comm": "it is train.communication.overlap",
+    "zero_optimization.reduce_bucket_size": "it is train.communication.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size": "it is train.communication.gather_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size": "it is train.communication.gather_bucket_size",
+    "zero_optimization.zero_quantized_weights": "it is train.communication.quantized_weights",
+    "zero_optimization.zero_quantized_gradients": "it is train.communication.quantized_gradients",
+    "zero_optimization.zero_hpz_partition_size": "it is train.communication.secondary_partition_size",
+    "communication_data_type": "it is train.communication.gradient_dtype",
     "bf16.enabled": "it is train.precision",
     "fp16.enabled": "it is train.precision",
     "optimizer": "it is train.optimizer",
@@ -113,6 +124,15 @@ _OURS = {
     "flops_profiler": "it is train.flops_profile_step",
 }
 """Keys of DeepSpeed's configuration that have a name here, which would otherwise say something else."""
+
+
+def _sets(mapping: Any, key: str) -> bool:
+    """Whether a nested mapping holds something under a dotted key."""
+    for part in key.split("."):
+        if not isinstance(mapping, dict) or part not in mapping:
+            return False
+        mapping = mapping[part]
+    return True
 
 
 class TrainConfig(Settings):
@@ -165,6 +185,10 @@ class TrainConfig(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage: what is sharded over the ranks (1 optimizer, 2 also gradients, 3 also parameters).
     With bf16 at least 1: the fp32 weights that it needs are sharded in any case."""
+    offload: OffloadConfig = OffloadConfig()
+    """What waits in the host's memory or on its disk."""
+    communication: CommunicationConfig = CommunicationConfig()
+    """How ranks exchange gradients and weights."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """Recomputation of activations."""
     compile: Annotated[bool, OPERATIONAL] = False
@@ -209,10 +233,9 @@ class TrainConfig(Settings):
                 f"checkpoint.every={self.checkpoint.every}, so that every checkpoint has a validation loss"
             )
         check_pairings(self.parallel, self.zero_stage, self.optimizer, self.compile)
+        check_sharding(self.zero_stage, self.layout.averaged, self.offload, self.communication)
         for key, owner in _OURS.items():
-            section, _, inner = key.partition(".")
-            value = self.deepspeed.get(section)
-            if inner in value if inner and isinstance(value, dict) else not inner and section in self.deepspeed:
+            if _sets(self.deepspeed, key):
                 raise ValueError(f"deepspeed: {key} cannot be set here; {owner}")
         if self.optimizer == "muon" and (self.zero_stage != 0 or self.precision != "fp32"):
             raise ValueError("optimizer: muon needs zero_stage: 0 and precision: fp32 (whole matrices on every rank)")
@@ -222,6 +245,11 @@ class TrainConfig(Settings):
     def layout(self) -> Layout:
         """How the ranks divide the work."""
         return Layout.of(self.ranks, self.parallel)
+
+    @property
+    def needs_operations(self) -> bool:
+        """Whether DeepSpeed has to compile operations, which not every machine can."""
+        return self.communication.quantized or "nvme" in (self.offload.optimizer, self.offload.parameters)
 
 
 class TrainerInput(Settings):

@@ -1,15 +1,18 @@
 """The only module that talks to DeepSpeed: its configuration, its start, and its weights at the end."""
 
 import os
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import nn
 
-from trainer.config import TrainerInput
+from trainer.config import TrainConfig, TrainerInput
 from trainer.errors import ConfigError
 from trainer.optimizers import build_optimizer
 
@@ -34,7 +37,7 @@ def deepspeed_configuration(settings: TrainerInput, load_universal: bool) -> dic
         "steps_per_print": 2**31,
         "bf16": {"enabled": settings.precision == "bf16"},
         "fp16": {"enabled": settings.precision == "fp16"},
-        "zero_optimization": {"stage": zero_stage(settings), "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": _zero_optimization(settings),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": load_universal},
@@ -45,7 +48,32 @@ def deepspeed_configuration(settings: TrainerInput, load_universal: bool) -> dic
             "profile_step": train.flops_profile_step - 1,  # steps completed before it
             "output_file": str(settings.run_dir / "profile" / "flops.txt"),
         }
+    if train.communication.gradient_dtype:
+        generated["communication_data_type"] = train.communication.gradient_dtype
     return _merged(generated, train.deepspeed)
+
+
+def _zero_optimization(settings: TrainerInput) -> dict[str, Any]:
+    """What of DeepSpeed's `zero_optimization` the configuration decides."""
+    communication, offload = settings.train.communication, settings.train.offload
+    chosen: dict[str, Any] = {
+        "overlap_comm": communication.overlap,
+        "reduce_bucket_size": communication.reduce_bucket_size,
+        "allgather_bucket_size": communication.gather_bucket_size,
+        "stage3_prefetch_bucket_size": communication.gather_bucket_size,
+    }
+    for key, device in (("offload_optimizer", offload.optimizer), ("offload_param", offload.parameters)):
+        if device != "none":
+            nvme = {"nvme_path": str(offload.directory)} if device == "nvme" else {}
+            chosen[key] = {"device": device, "pin_memory": offload.pinned, **nvme}
+    return {
+        "stage": zero_stage(settings),
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "zero_quantized_weights": communication.quantized_weights,
+        "zero_quantized_gradients": communication.quantized_gradients,
+        "zero_hpz_partition_size": communication.secondary_partition_size,
+        **{key: value for key, value in chosen.items() if value is not None},
+    }
 
 
 def zero_stage(settings: TrainerInput) -> int:
@@ -63,6 +91,35 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, Mapping) and isinstance(result.get(key), dict)
         result[key] = _merged(result[key], value) if nested else value
     return result
+
+
+def shard_parts(settings: TrainerInput) -> Callable[[nn.Module], None]:
+    """What to do with a part of the model that has got its weights: ZeRO 3 divides them over the ranks at once."""
+    if zero_stage(settings) < 3:
+        return lambda part: None
+    import deepspeed
+
+    sharding = deepspeed.zero.Init(config_dict_or_path=deepspeed_configuration(settings, load_universal=False))
+    # its public way, Init(module=part), cannot be used twice with a secondary partition
+    return lambda part: sharding._convert_to_zero_parameters(part.parameters())
+
+
+def missing_operations(train: TrainConfig) -> str | None:
+    """What a run needs of DeepSpeed's compiled operations and this machine cannot build: which keys, and the remedy."""
+    if train.communication.quantized and not torch.cuda.is_available():
+        return (
+            "train.communication: quantized_weights and quantized_gradients need CUDA GPUs, for DeepSpeed quantises "
+            "with kernels for these alone. Set them to false; gradient_dtype: bf16 works everywhere."
+        )
+    if "nvme" not in (train.offload.optimizer, train.offload.parameters):
+        return None
+    if not (shutil.which("g++") and shutil.which("ninja")):
+        return "train.offload: nvme needs a C++ compiler and ninja, to build DeepSpeed's I/O. Install g++ and ninja."
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if AsyncIOBuilder().is_compatible():
+        return None
+    return "train.offload: nvme needs the library libaio with its headers. Install libaio-dev (Debian) or libaio-devel."
 
 
 def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool) -> Any:
@@ -113,8 +170,18 @@ def convert_to_universal(source: str, target: str) -> None:
     )
 
 
-def whole_weights(engine: Any) -> dict[str, torch.Tensor] | None:
-    """The full model's state dict on rank 0 (None elsewhere); every rank has to call it."""
-    if engine.zero_optimization_stage() == 3:
-        return engine._consolidated_16bit_state_dict()
-    return engine.module.state_dict() if engine.global_rank == 0 else None
+def whole_weights(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's weights, each once, as whole tensors: a layer's at a time, on rank 0; others see nothing.
+
+    Every rank has to walk through them, for ZeRO 3 gathers a layer while it is looked at.
+    """
+    import deepspeed
+
+    lead, module = engine.global_rank == 0, engine.module
+    parameters = dict(module.named_parameters())
+    for _, names in groupby(parameters, key=lambda name: re.match(r"(?:.*?\.\d+\.)?", name)[0] or name):  # type: ignore[index]
+        group = {name: parameters[name] for name in names}
+        with deepspeed.zero.GatheredParameters(list(group.values()), enabled=engine.zero_optimization_stage() == 3):
+            yield {name: parameter.detach().cpu() for name, parameter in group.items()} if lead else {}
+    buffers = dict(module.named_buffers()).keys() & module.state_dict().keys()
+    yield {name: module.get_buffer(name).cpu() for name in sorted(buffers)} if lead else {}

@@ -3,7 +3,8 @@
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,11 @@ from trainer.config import TrainerInput
 from trainer.data.loader import Loader, Sequences
 from trainer.data.shards import ShardSet
 from trainer.durable import complete_directory, write_record
-from trainer.engine import start_engine, whole_weights
+from trainer.engine import shard_parts, start_engine, whole_weights
 from trainer.flops import flops_per_token
 from trainer.heartbeat import Heartbeat
 from trainer.journal import Journal
-from trainer.model import DTYPES, build_model, check_document_mask, load_tokenizer
+from trainer.model import DTYPES, build_model, check_document_mask, load_tokenizer, save_model
 from trainer.parts import Part
 from trainer.parts.checkpoints import Checkpoints, go_on_from
 from trainer.parts.divergence import DivergenceCheck
@@ -64,13 +65,18 @@ def train(settings: TrainerInput, device: torch.device) -> None:
 
     resume, passed_over = checkpoint.prepare_resume(settings)
     model = build_model(
-        settings.model, tokenizer, settings.sequence_length, DTYPES[settings.precision], settings.train.seed
+        settings.model,
+        tokenizer,
+        settings.sequence_length,
+        DTYPES[settings.precision],
+        settings.train.seed,
+        finish=shard_parts(settings),
     )
-    if settings.document_mask:
-        check_document_mask(model, settings.sequence_length)
     parts = parts_of(settings, shards, flops_per_token(model, settings.sequence_length))
     checkpoint_activations(model, settings.train.activation_checkpointing)
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
+    if settings.document_mask:
+        check_document_mask(model, settings.sequence_length)
     if settings.train.compile:
         compile_model(engine.module, device)
     torch.manual_seed(settings.train.seed + 1 + rank // layout.tensor)  # the same dropout where a layer is divided
@@ -210,7 +216,7 @@ def finish(run: Run, tokenizer: Any, model: nn.Module) -> None:
     """Export the model in transformers' format, then write the result. Every rank has to call it."""
     weights = whole_weights(run.engine)
     settings, progress = run.settings, run.progress
-    if weights is not None:
+    if distributed.get_rank() == 0:
         export_model(settings, tokenizer, model, weights)
         write_record(
             settings.run_dir / "result.json",
@@ -223,10 +229,14 @@ def finish(run: Run, tokenizer: Any, model: nn.Module) -> None:
                 "checkpoint": checkpoint.checkpoint_directories(settings.run_dir)[0].name,
             },
         )
+    else:
+        deque(weights, maxlen=0)
     distributed.barrier()
 
 
-def export_model(settings: TrainerInput, tokenizer: Any, model: Any, weights: dict[str, torch.Tensor]) -> None:
+def export_model(
+    settings: TrainerInput, tokenizer: Any, model: Any, weights: Iterable[dict[str, torch.Tensor]]
+) -> None:
     """Write the sealed export directory: weights, configuration and tokenizer, as `from_pretrained` reads them."""
     content = {
         "kind": "export",
@@ -236,7 +246,7 @@ def export_model(settings: TrainerInput, tokenizer: Any, model: Any, weights: di
     }
     with complete_directory(settings.export_dir, content) as directory:
         model.config.use_cache = True
-        model.save_pretrained(directory, state_dict=weights)
+        save_model(model, weights, directory)
         tokenizer.save_pretrained(directory)
         shutil.copy(settings.run_dir / "config.yaml", directory / "training.yaml")
 

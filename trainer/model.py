@@ -1,6 +1,9 @@
 """The model: built by transformers from the configuration, its loss, and the precision it runs best in."""
 
+import json
+import math
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,10 +76,21 @@ def model_configuration(
     return result
 
 
-def build_model(config: ModelConfig, tokenizer: Any, sequence_length: int, dtype: torch.dtype, seed: int) -> nn.Module:
+def build_model(
+    config: ModelConfig,
+    tokenizer: Any,
+    sequence_length: int,
+    dtype: torch.dtype,
+    seed: int,
+    finish: Callable[[nn.Module], None] = lambda part: None,
+) -> nn.Module:
     """The model on the CPU with its initial or pretrained weights.
 
-    The same seed gives the same initial weights on every rank.
+    The same seed gives the same initial weights on every rank, in every precision and whatever ``finish`` does.
+
+    Args:
+        finish: called with each part of the model (a layer, the embeddings, …) as soon as it has its weights. Where
+            it divides them over the ranks at once, the initial weights of the whole model are never in one process.
     """
     from transformers import AutoModelForCausalLM
 
@@ -85,9 +99,112 @@ def build_model(config: ModelConfig, tokenizer: Any, sequence_length: int, dtype
     entries = max(tokenizer.get_vocab().values()) + 1  # more than its tokens, where the ids have gaps
     settings = model_configuration(config, entries, sequence_length, special_ids)
     if config.pretrained:
-        return AutoModelForCausalLM.from_pretrained(config.pretrained, config=settings, dtype=dtype)
-    # initialised in fp32 and rounded once, so that every precision starts from the same weights
-    return AutoModelForCausalLM.from_config(settings, dtype=torch.float32).to(dtype)
+        model = AutoModelForCausalLM.from_pretrained(config.pretrained, config=settings, dtype=dtype)
+        for part, _, _ in _parts(model, model):
+            finish(part)
+        return model
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    _initialise(model, dtype, finish)
+    return model
+
+
+def _parts(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any, bool]]:
+    """A model in parts, inner ones first: every module with no list of layers inside, and the containers of these.
+
+    Yields:
+        The part, the transformers model that it belongs to, and whether the part is a container, of which only the
+        weights of its own count.
+    """
+    from transformers import PreTrainedModel
+
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    container = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+    for child in module.children() if container else ():
+        yield from _parts(child, owner)
+    yield module, owner, container
+
+
+def _initialise(model: Any, dtype: torch.dtype, finish: Callable[[nn.Module], None]) -> None:
+    """Give a model on the meta device its initial weights, one part after the other.
+
+    They are drawn in fp32 and rounded once, so that every precision starts from the same weights. Buffers, such as
+    the frequencies of rotary embeddings, stay in fp32.
+    """
+    from transformers.initialization import guard_torch_init_functions
+
+    made: dict[torch.Tensor, torch.Tensor] = {}  # a tied weight has several places
+    with torch.no_grad(), guard_torch_init_functions():
+        for part, owner, container in _parts(model, model):
+            new: list[torch.Tensor] = []
+            for module in [part] if container else part.modules():
+                for tensors in (module._parameters, module._buffers):
+                    for name, tensor in tensors.items():
+                        if tensor is not None and tensor.is_meta:
+                            if tensor not in made:
+                                made[tensor] = _unset(tensor)
+                                new.append(made[tensor])
+                            tensors[name] = made[tensor]  # type: ignore[assignment]
+            if container:
+                owner._init_weights(part)
+            else:
+                part.apply(owner._init_weights)
+            for tensor in new:
+                if tensor.is_floating_point() and tensor.isnan().any():
+                    raise ConfigError(f"model.type: transformers gives {type(part).__name__} no initial weights.")
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # the part around it leaves it alone
+                if isinstance(tensor, nn.Parameter):
+                    tensor.data = tensor.to(dtype)
+            finish(part)
+
+
+def _unset(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor on the meta device; NaN shows what nobody sets afterwards."""
+    memory = torch.full_like(tensor, math.nan if tensor.is_floating_point() else 0, device="cpu")
+    return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+
+
+def save_model(
+    model: Any, weights: Iterable[dict[str, torch.Tensor]], directory: Path, file_bytes: int = 2 * 2**30
+) -> None:
+    """Write a model as `from_pretrained` reads it.
+
+    Args:
+        weights: groups of whole tensors on the CPU, each tensor once. No more than one file and one group of them
+            are in memory at a time.
+        file_bytes: size at which a file of weights is closed and the next is begun.
+    """
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model.save_pretrained(directory, state_dict={})  # what is not weights
+    files: list[Path] = []
+    place: dict[str, int] = {}
+    held: dict[str, torch.Tensor] = {}
+    total = 0
+
+    def close_file() -> None:
+        files.append(directory / f"{len(files)}.partial")
+        save_file(held, files[-1], metadata={"format": "pt"})
+        place.update(dict.fromkeys(held, len(files)))
+        held.clear()
+
+    for group in weights:
+        kept = {name: tensor for name, tensor in group.items() if name not in (model._keys_to_ignore_on_save or ())}
+        held |= {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, kept).items()}
+        total += sum(tensor.nbytes for tensor in kept.values())
+        if sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
+            close_file()
+    if held:
+        close_file()
+    if len(files) == 1:
+        files[0].rename(directory / "model.safetensors")
+        return
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for file, name in zip(files, names, strict=True):
+        file.rename(directory / name)
+    index = {"metadata": {"total_size": total}, "weight_map": {key: names[n - 1] for key, n in place.items()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def count_parameters(settings: Any) -> int:
@@ -196,8 +313,9 @@ def check_document_mask(model: Any, sequence_length: int) -> None:
             recurrent layers do not stop at a document's end).
     """
     half = max(1, min(16, sequence_length // 2))
-    positions = torch.arange(half).repeat(2)[None]
-    second = torch.arange(half) % model.config.get_text_config().vocab_size
+    device = next(model.parameters()).device
+    positions = torch.arange(half, device=device).repeat(2)[None]
+    second = torch.arange(half, device=device) % model.config.get_text_config().vocab_size
     training = model.training
     model.eval()
     with torch.no_grad():

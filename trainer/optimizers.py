@@ -51,7 +51,8 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], li
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in embeddings or parameter.ndim != 2:
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves a part of it here
+        if id(parameter) in embeddings or len(shape) != 2:
             plain.append(parameter)
         elif id(parameter) in heads:
             decayed.append(parameter)

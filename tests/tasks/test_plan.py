@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tasks.home import Home
-from tasks.plan import Plan, memory_a_rank, plan
+from tasks.plan import Plan, activations_a_rank, memory_a_rank, plan
 from tasks.tokenize import DataConfig
+from trainer.activations import ActivationCheckpointingConfig
 from trainer.config import ModelConfig, TrainConfig
 from trainer.errors import ConfigError, DataError, MachineError
 
@@ -63,6 +65,7 @@ def test_a_plan_tells_files_steps_tokens_parameters_memory_and_disk(work):
     assert (facts["steps"], facts["tokens"]) == (5, 5 * 8 * 16)
     assert facts["parameters"] == parameters
     assert facts["memory_bytes_a_rank"] == 16 * parameters
+    assert facts["activation_bytes_a_rank"] == 8 * 16 * (2 * 34 * 2 * 32 + 14 * 257)
     assert 0 < facts["disk_bytes_needed"] < facts["disk_bytes_free"]
     assert facts["seconds_expected"] > 0
 
@@ -176,11 +179,42 @@ def test_tensorboard_that_is_not_installed_is_refused_with_its_remedy(work, monk
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "bytes_a_parameter"),
-    [(0, 1, 16), (0, 8, 16), (1, 8, 9), (2, 8, 5.5), (3, 8, 2), (3, 1, 16)],
+    ("stage", "ranks", "mixed", "away", "bytes_a_parameter"),
+    [
+        (0, 1, True, [], 16),
+        (0, 8, True, [], 16),
+        (1, 8, True, [], 5.5),
+        (2, 8, True, [], 3.75),
+        (3, 8, True, [], 2),
+        (3, 1, True, [], 16),
+        (0, 2, False, [], 16),
+        (2, 2, False, [], 12),
+        (3, 2, False, [], 10),
+        (1, 8, True, ["optimizer"], 2),
+        (3, 8, True, ["optimizer"], 0.25),
+        (3, 8, True, ["optimizer", "parameters"], 0),
+    ],
 )
-def test_memory_a_rank_follows_table_1_of_the_zero_paper(stage, ranks, bytes_a_parameter):
-    assert memory_a_rank(1000, stage, ranks) == bytes_a_parameter * 1000
+def test_memory_a_rank_follows_table_1_of_the_zero_paper(stage, ranks, mixed, away, bytes_a_parameter):
+    assert memory_a_rank(1000, stage, ranks, mixed, away) == bytes_a_parameter * 1000
+
+
+def test_activations_follow_the_formula_and_fall_with_recomputation():
+    sizes = SimpleNamespace(num_hidden_layers=4, hidden_size=100, vocab_size=1000)
+    bytes_of = {
+        str(form): activations_a_rank(sizes, 10, True, ActivationCheckpointingConfig.model_validate(form))
+        for form in ["none", "selective", "full", {"mode": "full", "every": 2}, {"mode": "full", "offload": True}]
+    }
+    logits = 14 * 10 * 1000
+    in_layers = [value - logits for value in bytes_of.values()]
+    assert in_layers == [34 * 4 * 1000, (22 * 4 + 34) * 1000, (2 * 4 + 34) * 1000, (2 * 2 + 34 * 3) * 1000, 34 * 1000]
+
+
+def test_an_operation_that_this_machine_cannot_build_is_refused(work, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    offload = {"optimizer": "nvme", "directory": "/x"}
+    with pytest.raises(ConfigError, match=r"train.offload: nvme needs a C\+\+ compiler"):
+        make(work, train={"steps": 1, "zero_stage": 3, "offload": offload})
 
 
 # --- the work directory --------------------------------------------------------------------------

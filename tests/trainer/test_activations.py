@@ -1,15 +1,13 @@
 """Activation checkpointing keeps gradients and saves memory; both are counted on a real model."""
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.trainer.live_bytes import LiveBytes
 from trainer.activations import ActivationCheckpointingConfig, checkpoint_activations
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
@@ -23,27 +21,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation made and that is still alive; a model's are not."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.now = 0
-        self.seen: weakref.WeakSet[Any] = weakref.WeakSet(p.untyped_storage() for p in model.parameters())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.seen:
-                self.seen.add(storage)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage.nbytes())
-        return result
-
-    def _freed(self, size: int) -> None:
-        self.now -= size
 
 
 def build(architecture: str = "llama", **sizes: Any) -> Any:
@@ -66,7 +43,7 @@ def kept_bytes(form: Any) -> int:
     model = build()
     checkpoint_activations(model, ActivationCheckpointingConfig.model_validate(form))
     tokens = torch.zeros(4, 128, dtype=torch.long)
-    with LiveBytes(model) as live:
+    with LiveBytes(model.parameters()) as live:
         output = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     gc.collect()
     return live.now - output.nbytes
