@@ -287,7 +287,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str | None
         found.append((key, field.description))
         for part in (field.annotation, *typing.get_args(field.annotation)):
             if isinstance(part, type) and issubclass(part, Settings):
-                found += keys(part, f"{key}{'[]' if part is not field.annotation else ''}.")
+                found += keys(part, f"{key}{'[]' if typing.get_origin(field.annotation) is list else ''}.")
     return found
 
 
