@@ -4,6 +4,7 @@ A record is whatever stands in one place of the file; what cannot be read as one
 """
 
 import csv
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -75,14 +76,13 @@ def row_parts(path: Path, kind: str, size: int) -> Iterator[Part]:
     """Ranges of parquet's row groups, or of Arrow's record batches, that take about ``size`` bytes each."""
     if kind == ".parquet":
         metadata = _parquet(path).metadata
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        packed = path.stat().st_size / max(1, sum(group.total_byte_size for group in groups))
-        sizes = [int(group.total_byte_size * packed) for group in groups]
+        sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
     else:
         sizes = [batch.nbytes for batch in _arrow_batches(path)]
+    on_disk = path.stat().st_size / max(1, sum(sizes))
     start, held = 0, 0
-    for number, more in enumerate(sizes, 1):
-        held += more
+    for number, unpacked in enumerate(sizes, 1):
+        held += int(unpacked * on_disk)
         if held >= size or number == len(sizes):
             yield Part(start, number, held)
             start, held = number, 0
@@ -157,9 +157,9 @@ def _json_list(stream: Any) -> Iterator[Any]:
     """The values of one JSON list, one after the other; memory holds one of them."""
     decode = json.JSONDecoder().raw_decode
     text, place, wanted, count, ended = "", 0, 0, 0, False
-    for piece in decoded(stream):
+    for piece in itertools.chain(decoded(stream), [""]):  # the empty one says that there is no more
         text, place = text[place:] + piece, 0
-        if len(text) < wanted:
+        if piece and len(text) < wanted:
             continue
         while not ended:
             # before a value stands a bracket or a comma; after it too, or it may go on in the next piece
@@ -175,7 +175,8 @@ def _json_list(stream: Any) -> Iterator[Any]:
                 value, end = decode(text, first)
             except ValueError:
                 break
-            if end == len(text):
+            after = _after_blanks(text, end)
+            if piece and text[after : after + 1] not in (",", "]"):
                 break
             yield value
             count, place = count + 1, end
