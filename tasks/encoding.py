@@ -215,22 +215,21 @@ class _Gigatoken:
         self._load()
 
     def _load(self) -> None:
-        import awkward  # noqa: F401  (gigatoken would import it in the first call, and its memory would count)
         from gigatoken import Tokenizer
 
-        self._tokenizer = Tokenizer.from_json(self._serialized)
+        self._backend = Tokenizer.from_json(self._serialized).backend
         self._grown = 0
 
     def __call__(self, texts: list[str]) -> Flat:
         before = _resident_bytes()
-        # on the calling thread: the processes of the stage already use every core
-        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
-        offsets = np.asarray(layout.offsets.data, dtype=np.int64)
-        ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
-        self._grown += max(0, _resident_bytes() - before - ids.nbytes)
+        # one by one: its batches come as arrays of another library, which takes longer to import than this costs
+        ids = [self._backend.encode(text) for text in texts]
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        flat = np.concatenate([np.empty(0, np.uint32), *ids])
+        self._grown += max(0, _resident_bytes() - before - 2 * flat.nbytes)
         if self._grown > _CACHE_BYTES:
             self._load()
-        return ids, np.diff(offsets)
+        return flat, lengths
 
 
 def _resident_bytes() -> int:

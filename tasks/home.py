@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,15 +95,23 @@ class FileHashes:
 
     def __call__(self, path: Path) -> str:
         """SHA-256 of the file's content."""
-        state = _state(path)
-        row = None
-        with contextlib.suppress(sqlite3.Error):
-            row = self._connection.execute("SELECT state, sha256 FROM hashes WHERE path = ?", (str(path),)).fetchone()
-        if row and row[0] == state:
-            return row[1]
-        digest = hash_file(path)
-        self._keep([(str(path), state, digest)])
-        return digest
+        return self.of([path])[0]
+
+    def of(self, paths: list[Path]) -> list[str]:
+        """SHA-256 of each file's content; those that have to be read are read in threads."""
+        states = [_state(path) for path in paths]
+        found: dict[Path, str] = {}
+        for path, state in zip(paths, states, strict=True):
+            with contextlib.suppress(sqlite3.Error):
+                select = "SELECT sha256 FROM hashes WHERE path = ? AND state = ?"
+                found.update((path, row[0]) for row in self._connection.execute(select, (str(path), state)))
+        unknown = [(path, state) for path, state in zip(paths, states, strict=True) if path not in found]
+        if unknown:
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                digests = list(threads.map(hash_file, [path for path, _ in unknown]))
+            found.update((path, digest) for (path, _), digest in zip(unknown, digests, strict=True))
+            self._keep([(str(path), state, found[path]) for path, state in unknown])
+        return [found[path] for path in paths]
 
     def remember(self, directory: Path) -> None:
         """Take the hashes of a directory's files from the manifest that has just been written."""

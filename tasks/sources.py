@@ -101,16 +101,18 @@ def _files(home: Home, hashes: FileHashes, number: int, source: SourceConfig, ke
         found = _local(os.path.abspath(os.path.expanduser(pattern)), source, where)
     if not found:
         raise DataError(f"{where}: {source.path!r} holds no file{' that is not excluded' if source.exclude else ''}.")
-    result = []
     for name, path in found.items():
         try:
             name.encode()
-            result.append(SourceFile(number, name, path, hashes(path), path.stat().st_size, source))
-        except OSError as error:
-            raise DataError(f"{where}: {path} cannot be read ({error.strerror}).") from None
         except UnicodeEncodeError:
             raise DataError(f"{where}: the name of {os.fsencode(path)!r} is not UTF-8. Rename or exclude it.") from None
-    return result
+    try:
+        return [
+            SourceFile(number, name, path, digest, path.stat().st_size, source)
+            for (name, path), digest in zip(found.items(), hashes.of(list(found.values())), strict=True)
+        ]
+    except OSError as error:
+        raise DataError(f"{where}: {error.filename} cannot be read ({error.strerror}).") from None
 
 
 def _local(pattern: str, source: SourceConfig, where: str) -> dict[str, Path]:

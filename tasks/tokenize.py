@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,7 @@ from tasks.sources import SourceConfig, SourceFile
 from tasks.stage import Reference, build_once, shown, timed
 from tasks.streams import Part
 from tasks.tokenizer import TokenizerConfig
-from tasks.units import Rules, Unit, build_all, facts
+from tasks.units import Builders, Rules, Unit, facts
 from trainer.data.shards import FORMAT_VERSION as SHARD_FORMAT
 from trainer.data.shards import ShardSet
 from trainer.durable import faults, read_manifest
@@ -38,7 +39,7 @@ from trainer.settings import OPERATIONAL, Settings, fingerprint
 
 logger = logging.getLogger("forgeline")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _WORTH_PROCESSES = 8 * 2**20
 """Bytes of text below which starting processes takes longer than the work."""
 _SAMPLE_FILES, _SAMPLE_TEXTS, _SAMPLE_CHARACTERS = 16, 4, 8192
@@ -205,28 +206,22 @@ class _Tokenizing:
         self.known = known
         self.home, self.config, self.directory, self.tokenizer = home, config, directory, tokenizer
         self.validation_files, self.layers = validation_files, layers
-        self.tokenization = Tokenization(tokenizer.path, fast=False)
-        self.encoder = fast_encoder_agrees(self.tokenization, self._sample())
-        logger.log(
-            logging.INFO if self.encoder["fast"] else logging.WARNING,
-            "tokenize encoder=%s (%s)", self.encoder["name"], self.encoder["why"],
-        )  # fmt: skip
         self.total = sum(file.size for layer in [validation_files, *layers] for file in layer)
         self.done = 0
 
     def run(self, name: str, family: str) -> dict[str, Any]:
         """Tokenize everything; returns the manifest's content."""
         validation = self._units(self.validation_files, "validation", ())
-        held_out = tuple(self._build(validation))
+        held_out = tuple(self._place(unit) for unit in validation)
         split = "train" if self.validation_files else self.config.validation_split
         training = [unit for layer in self.layers for unit in self._units(layer, split, held_out)]
         units = [*validation, *training]
-        paths = [*held_out, *self._build(training)]
+        paths = [self._place(unit) for unit in units]
+        tokenization, encoder = self._build(validation, training)
         if self.config.deduplicate:
             paths = without_duplicates(self.home, paths, self.config.shard_tokens)
         records, shards = self._assemble(list(zip(units, paths, strict=True)))
         self._check(records, shards)
-        tokenization = self.tokenization
         return {
             "kind": "shards",
             "format_version": SHARD_FORMAT,
@@ -240,7 +235,7 @@ class _Tokenizing:
                 "beginning_token": tokenization.beginning_token,
                 "beginning_id": tokenization.beginning_id,
             },
-            "encoder": {key: self.encoder[key] for key in ("name", "why")},
+            "encoder": {key: encoder[key] for key in ("name", "why")},
             "canary": tokenization.canary(),
             "records": records,
             "shards": shards,
@@ -288,27 +283,42 @@ class _Tokenizing:
                     held_out=[f.identity() for f in self.validation_files] if split == "train" else [],
                     tokenizer=self.tokenizer.fingerprint,
                 ),
-                group, rules, self.tokenizer.path, self.tokenizer.fingerprint, self.encoder["fast"],
+                group, rules, self.tokenizer.path, self.tokenizer.fingerprint,
             )
             for group in _groups(files, config)
         ]  # fmt: skip
 
-    def _build(self, units: list[Unit]) -> list[Path]:
-        places = [self.home.directory("units", unit.name) for unit in units]
-        hashes = self.home.hashes()
-        distinct = dict(zip(places, units, strict=True))
-        missing = [unit for place, unit in distinct.items() if not place.exists() or faults(place, hashes)]
-        self.done += sum(unit.size for unit in units) - sum(unit.size for unit in missing)
-        processes = self.config.processes or os.cpu_count() or 1
-        if sum(unit.size for unit in missing) < _WORTH_PROCESSES and self.config.processes is None:
-            processes = 1
-        if self.config.runner == "ray":
-            from tasks.ray import build_on_ray  # imports what only the extra brings
+    def _place(self, unit: Unit) -> Path:
+        return self.home.directory("units", unit.name)
 
-            build_on_ray(self.home, missing, self._progress)
-        else:
-            build_all(self.home, missing, processes, self._progress)
-        return places
+    def _build(self, *stages: list[Unit]) -> tuple[Tokenization, dict[str, Any]]:
+        """Build what is missing of the units, stage after stage; returns the tokenizer and which encoder was used."""
+        hashes = self.home.hashes()
+        missing = [
+            [unit for place, unit in {self._place(unit): unit for unit in units}.items() if faults(place, hashes)]
+            for units in stages
+        ]
+        size = sum(unit.size for units in missing for unit in units)
+        self.done += self.total - size
+        processes = min(self.config.processes or os.cpu_count() or 1, max(map(len, missing)))
+        if self.config.runner == "ray" or (size < _WORTH_PROCESSES and self.config.processes is None):
+            processes = 1
+        with Builders(self.home, processes, self.tokenizer.path) as builders:
+            tokenization = Tokenization(self.tokenizer.path, fast=False)
+            encoder = fast_encoder_agrees(tokenization, self._sample())
+            logger.log(
+                logging.INFO if encoder["fast"] else logging.WARNING,
+                "tokenize encoder=%s (%s)", encoder["name"], encoder["why"],
+            )  # fmt: skip
+            for units in missing:
+                chosen = [replace(unit, fast=encoder["fast"]) for unit in units]
+                if self.config.runner == "ray":
+                    from tasks.ray import build_on_ray  # imports what only the extra brings
+
+                    build_on_ray(self.home, chosen, self._progress)
+                else:
+                    builders.build(chosen, self._progress)
+        return tokenization, encoder
 
     def _progress(self, unit: Unit) -> None:
         self.done += unit.size

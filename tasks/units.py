@@ -79,7 +79,8 @@ class Unit:
     tokenizer: Path
     """Directory of the tokenizer."""
     tokenizer_fingerprint: str
-    fast: bool
+    fast: bool = False
+    """Whether the fast encoder was found to be right; both give the same bytes."""
 
     @property
     def size(self) -> int:
@@ -292,50 +293,71 @@ def _place_to_cut(text: str, tokenization: Tokenization) -> int:
 # --- many processes ------------------------------------------------------------------------------
 
 
-def build_all(home: Home, units: list[Unit], processes: int, done: Callable[[Unit], None]) -> None:
-    """Build units, in this process or in several; each ends with this one.
+class Builders:
+    """What builds units: processes that start at once, so that they are ready when the work is; or this one.
 
-    Args:
-        done: called after each unit, in the calling thread.
-
-    Raises:
-        ForgelineError: what the first failing unit raised, or WorkerDiedError.
+    They end with the block that this manages, or with this process.
     """
-    if processes <= 1 or len(units) <= 1:
-        for unit in units:
-            build(home, unit)
-            done(unit)
-        return
-    waiting: queue.SimpleQueue[Unit] = queue.SimpleQueue()
-    for unit in units:
-        waiting.put(unit)
-    finished: queue.SimpleQueue[Unit | BaseException] = queue.SimpleQueue()
-    workers = [_Worker(home, waiting, finished) for _ in range(min(processes, len(units)))]
-    try:
-        for worker in workers:
+
+    def __init__(self, home: Home, processes: int, tokenizer: Path) -> None:
+        """Start them.
+
+        Args:
+            processes: with 1 or fewer, units are built in the calling thread.
+            tokenizer: directory of the tokenizer that their units will want.
+        """
+        self._home = home
+        self._waiting: queue.SimpleQueue[Unit | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Unit | BaseException] = queue.SimpleQueue()
+        count = processes if processes > 1 else 0
+        self._workers = [_Worker(home, tokenizer, self._waiting, self._finished) for _ in range(count)]
+        for worker in self._workers:
             worker.start()
-        for _ in units:
-            result = finished.get()
+
+    def __enter__(self) -> "Builders":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.stop()
+        for worker in self._workers:
+            worker.join()
+
+    def build(self, units: list[Unit], done: Callable[[Unit], None]) -> None:
+        """Build units.
+
+        Args:
+            done: called after each unit, in the calling thread.
+
+        Raises:
+            ForgelineError: what the first failing unit raised, or WorkerDiedError.
+        """
+        for unit in units:
+            if self._workers:
+                self._waiting.put(unit)
+            else:
+                build(self._home, unit)
+                done(unit)
+        for _ in units if self._workers else []:
+            result = self._finished.get()
             if isinstance(result, BaseException):
                 raise result
             done(result)
-    finally:
-        for worker in workers:
-            worker.stop()
 
 
 class _Worker(threading.Thread):
     """A process that builds units, and the thread that feeds it."""
 
-    def __init__(self, home: Home, waiting: queue.SimpleQueue, finished: queue.SimpleQueue) -> None:
+    def __init__(self, home: Home, tokenizer: Path, waiting: queue.SimpleQueue, finished: queue.SimpleQueue) -> None:
         super().__init__(name="units", daemon=True)
-        self.home, self.waiting, self.finished = home, waiting, finished
+        self.home, self.tokenizer, self.waiting, self.finished = home, tokenizer, waiting, finished
         self.process: subprocess.Popen | None = None
         self.stopped = False
 
     def run(self) -> None:
         """Hand one unit after the other to the process."""
-        code = f"import sys; sys.path[:] = {sys.path!r}; from tasks.units import serve; serve({os.getpid()})"
+        call = f"serve({os.getpid()}, {str(self.tokenizer)!r})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tasks.units import serve; {call}"
         # started here, because the kernel ends it with the thread that started it
         pipe = subprocess.PIPE
         with (
@@ -344,14 +366,11 @@ class _Worker(threading.Thread):
         ):
             assert self.process.stdin and self.process.stdout
             try:
-                while not self.stopped:
-                    unit = self.waiting.get_nowait()
+                while not self.stopped and (unit := self.waiting.get()):
                     pickle.dump((self.home, unit), self.process.stdin)
                     self.process.stdin.flush()
                     error = pickle.load(self.process.stdout)
                     self.finished.put(error or unit)
-            except queue.Empty:
-                pass
             except (OSError, EOFError, pickle.UnpicklingError):
                 code_of_end = self.process.wait()
                 if not self.stopped:
@@ -367,18 +386,19 @@ class _Worker(threading.Thread):
     def stop(self) -> None:
         """End the process, whatever it does."""
         self.stopped = True
+        self.waiting.put(None)
         if self.process:
             self.process.kill()
-        if self.ident:
-            self.join()
 
 
-def serve(parent: int) -> None:
+def serve(parent: int, tokenizer: str) -> None:
     """A worker process's life: read units from standard input, build them, answer None or the exception."""
     end_with_parent(signal.SIGKILL, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the parent, which ends this
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no answer
+    with contextlib.suppress(Exception):  # said when it is wanted
+        _loaded(Path(tokenizer), fast=True)
     with contextlib.suppress(EOFError):
         while True:
             home, unit = pickle.load(sys.stdin.buffer)

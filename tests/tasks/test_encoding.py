@@ -127,9 +127,9 @@ def test_the_beginning_token_is_written_where_the_tokenizers_own_template_has_it
 def test_the_cache_of_the_fast_encoder_is_bounded(tokenizers, monkeypatch):
     monkeypatch.setattr(encoding, "_CACHE_BYTES", 2**20)
     tokenization = Tokenization(tokenizers["bpe"], fast=True)
-    loaded = tokenization._encode._tokenizer
+    loaded = tokenization._encode._backend
     random = np.random.default_rng(0)
     for _ in range(20):
         words = random.integers(97, 123, (20_000, 9), dtype=np.uint8)
         tokenization.encode([" ".join(bytes(word).decode() for word in words)])
-    assert tokenization._encode._tokenizer is not loaded
+    assert tokenization._encode._backend is not loaded

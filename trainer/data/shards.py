@@ -105,7 +105,7 @@ class ShardWriter:
                 "forgeline.tokenizer": self.tokenizer,
                 "forgeline.vocabulary_size": str(self.vocabulary_size),
                 "forgeline.tokens": str(len(values)),
-                "forgeline.sha256": hashlib.sha256(values.tobytes()).hexdigest(),
+                "forgeline.sha256": hashlib.sha256(values).hexdigest(),
             },
         )
         batch = pa.record_batch(
@@ -137,14 +137,12 @@ def _write_shard(path: Path, batch: pa.RecordBatch) -> None:
     padding = "forgeline.padding"
     short = batch.schema.with_metadata({**batch.schema.metadata, padding: ""})
     long = batch.schema.with_metadata({**batch.schema.metadata, padding: " " * 8})
-    buffer = pa.BufferOutputStream()
-    with pa.ipc.new_file(buffer, short) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, short) as writer:
         writer.write_batch(batch.replace_schema_metadata(short.metadata))
-    head, rest = long.serialize(), memoryview(buffer.getvalue())[8 + short.serialize().size :]
+    head = long.serialize()
     assert head.size == 8 + short.serialize().size
-    with open(path, "wb") as file:
+    with open(path, "r+b") as file:
         file.write(head)
-        file.write(rest)
 
 
 class TokenStream:
