@@ -12,13 +12,14 @@ from tasks.home import Home
 from tasks.progress import Progress, report
 from tasks.stage import Reference, shown, timed
 from tasks.train import Trained
+from trainer.config import TrainerInput
 from trainer.durable import exclusive, read_record, write_record
 from trainer.settings import OPERATIONAL, Settings, fingerprint
 from trainer.tracking import log_once, reachable
 
 logger = logging.getLogger("forgeline")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class EvaluateConfig(Settings):
@@ -103,6 +104,7 @@ def _evaluate(config: EvaluateConfig, sequence_length: int, trained: Trained, sh
         config.batch,
         model.device,
         lambda done, total: report(Progress("evaluate", done, total, "windows")),
+        TrainerInput.read(trained.path / "config.yaml").document_mask,
     )
     sample = ""
     if config.sample_tokens:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,34 @@ def new_home(path: Path, mlflow_template: Path) -> Home:
     path.mkdir()
     shutil.copy(mlflow_template, path / "mlflow.db")
     return Home(path)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "flipped": _flip,
+    "cut": lambda path: os.truncate(path, 100),
+    "gone": Path.unlink,
+}
+"""What can happen to a file."""
+
+
+@contextmanager
+def python_process(code: str, *arguments: Any) -> Iterator["subprocess.Popen[str]"]:
+    """A Python program with pipes for its input and output, which ends with the block, or after a minute."""
+    command, pipe = [sys.executable, "-c", code, *map(str, arguments)], subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True) as process:
+        limit = threading.Timer(60, process.kill)
+        limit.start()
+        try:
+            yield process
+        finally:
+            limit.cancel()
+            process.kill()
 
 
 @pytest.fixture

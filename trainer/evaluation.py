@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.data.loader import PADDING, MicroBatch
+from trainer.data.loader import PADDING, MicroBatch, positions_in_documents
 from trainer.data.shards import ShardSet, TokenStream
 from trainer.errors import DataError
 from trainer.model import loss_of
@@ -21,6 +21,7 @@ def score(
     batch: int,
     device: torch.device,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    document_mask: bool = False,
 ) -> dict[str, float]:
     """Score every token of the validation split but the first, in consecutive windows.
 
@@ -38,8 +39,10 @@ def score(
     Args:
         batch: windows in one forward pass.
         on_progress: told the windows done and in all.
+        document_mask: attention and positions stay inside documents, as in training with it.
     """
     stream = shards.stream("validation")
+    end_id = shards.manifest["tokenizer"]["end_id"] if document_mask else None
     predicted = len(stream) - 1
     windows = math.ceil(predicted / sequence_length)
     total = 0.0
@@ -47,8 +50,8 @@ def score(
     with torch.inference_mode():
         for first in range(0, windows, batch):
             end = min(windows, first + batch)
-            part = MicroBatch(read_windows(stream, range(first, end), sequence_length, len(stream))).to(device)
-            total += loss_of(model, part.inputs, part.labels, reduction="sum").item()
+            part = read_windows(stream, range(first, end), sequence_length, len(stream), end_id).to(device)
+            total += loss_of(model, part.inputs, part.labels, part.positions, reduction="sum").item()
             on_progress(end, windows)
     loss = total / predicted
     return {
@@ -60,22 +63,23 @@ def score(
     }
 
 
-def read_windows(stream: TokenStream, windows: Sequence[int], sequence_length: int, tokens: int) -> torch.Tensor:
+def read_windows(
+    stream: TokenStream, windows: Sequence[int], sequence_length: int, tokens: int, end_id: int | None
+) -> MicroBatch:
     """Windows of a stream: one's inputs are ``sequence_length`` tokens, the next one's follow.
 
     Args:
         windows: number of each, from 0.
-        tokens: how many of the stream's tokens may be read.
-
-    Returns:
-        int64, shape [windows, sequence_length + 1]; -100 after these tokens, also where a whole window is.
+        tokens: how many of the stream's tokens may be read; after them is padding, also where a whole window is.
+        end_id: the token that ends a document, where attention stays inside documents.
     """
     rows = np.full((len(windows), sequence_length + 1), PADDING, dtype=np.int64)
     for row, window in zip(rows, windows, strict=True):
         start = window * sequence_length
         if start < tokens:
             stream.read(start, row[: tokens - start])
-    return torch.from_numpy(rows)
+    positions = positions_in_documents(rows, end_id)
+    return MicroBatch(torch.from_numpy(rows), None if positions is None else torch.from_numpy(positions))
 
 
 def unigram_entropy(stream: TokenStream, vocabulary_size: int) -> float:

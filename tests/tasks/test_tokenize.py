@@ -7,10 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from tasks.sources import SourceFile, resolve
 from tasks.stage import Reference
 from tasks.tokenize import DataConfig, tokenize
 from tasks.tokenizer import END_OF_TEXT, TokenizerConfig, build_tokenizer
+from tests.conftest import DAMAGE, python_process
 from trainer.data.shards import ShardSet
 from trainer.durable import faults
 from trainer.errors import ConfigError, DataError
@@ -372,21 +370,13 @@ def test_a_changed_text_makes_another_set_and_a_touched_one_does_not(work, tmp_p
     assert shards_of(work, data(source)).fingerprint != before.fingerprint
 
 
-def damage_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "damage", [damage_byte, lambda path: os.truncate(path, 100), Path.unlink], ids=["flipped", "cut", "gone"]
-)
+@pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("name", ["manifest.json", "train/source-000-shard-00000.arrow"])
-def test_a_damaged_set_is_never_trusted_and_built_again_the_same(work, tmp_path, caplog, damage, name):
+def test_a_damaged_set_is_never_trusted_and_built_again_the_same(work, tmp_path, caplog, kind, name):
     config = data(lines(tmp_path / "a.jsonl", words(40)))
     whole = shards_of(work, config)
     contents = {path.name: path.read_bytes() for path in whole.path.rglob("*.arrow")}
-    damage(whole.path / name)
+    DAMAGE[kind](whole.path / name)
     caplog.set_level(logging.WARNING, "forgeline")
     again = shards_of(work, config)
     assert not again.cached
@@ -408,25 +398,8 @@ def test_shards_of_several_sources_keep_their_order_and_number(work, tmp_path):
 # --- two at once, and kills ----------------------------------------------------------------------
 
 
-@contextmanager
-def building(home: Home, config: DataConfig, *slow: str) -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(home.path), config.model_dump_json(), *slow],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    limit = threading.Timer(60, process.kill)
-    limit.start()
-    try:
-        yield process
-    finally:
-        limit.cancel()
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+def building(home: Home, config: DataConfig, *slow: str) -> AbstractContextManager[subprocess.Popen]:
+    return python_process(SCRIPT, home.path, config.model_dump_json(), *slow)
 
 
 def line_of(process: subprocess.Popen, beginning: str) -> str:

@@ -22,6 +22,7 @@ from tasks.sources import SourceConfig, resolve
 from tasks.stage import Reference
 from tasks.tokenize import DataConfig, tokenize
 from tasks.tokenizer import build_tokenizer
+from tests.conftest import DAMAGE
 from trainer.data.shards import ShardSet
 from trainer.durable import faults
 from trainer.errors import DataError, WorkerDiedError
@@ -255,28 +256,20 @@ def inodes(directory: Path) -> dict[str, int]:
     return {str(path): path.stat().st_ino for path in directory.rglob("*.arrow") if "/." not in str(path)}
 
 
-def flip(path: Path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
-
-
-@pytest.mark.parametrize(
-    "damage", [flip, lambda path: os.truncate(path, 100), Path.unlink], ids=["flip", "cut", "gone"]
-)
-def test_a_damaged_shard_costs_only_its_own_unit(work, tmp_path, damage):
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_shard_costs_only_its_own_unit(work, tmp_path, kind):
     config = corpus(tmp_path)
     built = shards_of(work, config)
     expected, before = content(built.path), inodes(work.path / "units")
     victim = sorted((built.path / "train").glob("source-001-*"))[1]
-    damage(victim)
+    DAMAGE[kind](victim)
     assert any(str(victim) in fault for fault in faults(built.path))
     again = shards_of(work, config)
     assert not again.cached
     assert content(again.path) == expected
     after = inodes(work.path / "units")
     rebuilt = {Path(path).parents[1] for path in before if after[path] != before[path]}
-    assert len(rebuilt) == (0 if damage is Path.unlink else 1)
+    assert len(rebuilt) == (0 if kind == "gone" else 1)
 
 
 def test_a_grown_source_reads_only_its_new_files_and_keeps_the_old_shards(work, tmp_path, monkeypatch):
@@ -295,7 +288,7 @@ def test_a_grown_source_reads_only_its_new_files_and_keeps_the_old_shards(work, 
     assert sorted(texts(new.path)) == sorted(text for name in "abcdfz" for text in words(60, ord(name)))
     assert shards_of(work, config).cached
     expected = content(new.path)
-    flip(next(iter(new.path.rglob("*.arrow"))))
+    DAMAGE["flipped"](next(iter(new.path.rglob("*.arrow"))))
     assert content(shards_of(work, config).path) == expected
 
 

@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import python_process
 from trainer.durable import (
     complete_directory,
     discard,
@@ -45,25 +44,6 @@ with complete_directory(Path(sys.argv[1]), {}) as directory:
     print("building", flush=True)
     sys.stdin.read()
 """
-
-
-@contextmanager
-def script(code: str, *arguments: Path) -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    limit = threading.Timer(60, process.kill)
-    limit.start()
-    try:
-        yield process
-    finally:
-        limit.cancel()
-        process.kill()
-        process.communicate()
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -113,7 +93,7 @@ def test_what_is_added_to_the_content_inside_the_block_is_in_the_manifest(tmp_pa
 
 def test_a_kill_in_the_middle_leaves_nothing_under_the_final_name_and_a_later_build_works(tmp_path):
     final = tmp_path / "out"
-    with script(BUILD, final) as builder:
+    with python_process(BUILD, final) as builder:
         assert builder.stdout.readline() == "building\n"
         assert not final.exists()
         kill(builder)
@@ -126,7 +106,7 @@ def test_a_kill_in_the_middle_leaves_nothing_under_the_final_name_and_a_later_bu
 
 def test_a_kill_while_rebuilding_leaves_the_old_directory_as_it_was(tmp_path):
     final = build(tmp_path / "out", "old")
-    with script(BUILD, final) as builder:
+    with python_process(BUILD, final) as builder:
         assert builder.stdout.readline() == "building\n"
         kill(builder)
     assert (final / "a.txt").read_text() == "old"
@@ -212,7 +192,7 @@ def test_discarding_leaves_nothing_and_discarding_nothing_is_fine(tmp_path):
 
 def test_a_second_process_waits_for_the_lock_and_gets_it_when_the_owner_is_killed(tmp_path):
     lock = tmp_path / "locks" / "one"
-    with script(HOLD, lock) as first, script(HOLD, lock) as second:
+    with python_process(HOLD, lock) as first, python_process(HOLD, lock) as second:
         said = {first.stdout.readline(): first, second.stdout.readline(): second}
         assert set(said) == {"held\n", "waiting\n"}
         kill(said["held\n"])
@@ -220,7 +200,7 @@ def test_a_second_process_waits_for_the_lock_and_gets_it_when_the_owner_is_kille
 
 
 def test_the_lock_of_a_killed_owner_is_free_at_once_and_also_for_ever_after(tmp_path):
-    with script(HOLD, tmp_path / "one") as owner:
+    with python_process(HOLD, tmp_path / "one") as owner:
         assert owner.stdout.readline() == "held\n"
         kill(owner)
     for _ in range(2):

@@ -31,6 +31,22 @@ _BLOCK_BYTES = 2**23
 _PREFETCHED_BLOCKS = 2
 
 
+def positions_in_documents(rows: np.ndarray, end_id: int | None) -> np.ndarray | None:
+    """The position of each input within its document; None where documents are not told apart.
+
+    Args:
+        rows: int64, shape [n, sequence_length + 1].
+        end_id: the token that ends a document; None tells none apart.
+
+    Returns:
+        int64, shape [n, sequence_length]: 0 at each end token, since what follows it is another document.
+    """
+    if end_id is None:
+        return None
+    index = np.arange(rows.shape[1] - 1)
+    return index - np.maximum.accumulate(np.where(rows[:, :-1] == end_id, index, 0), axis=1)
+
+
 @dataclass
 class Sequences:
     """Random access to the training sequences of a shard set, in their shuffled order.
@@ -135,18 +151,8 @@ class Sequences:
         return sum(plan.tokens(places[places[:, 0] == n, 1]) for n, plan in enumerate(self.plans))
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
-        """The position of each input within its document; None where documents are not told apart.
-
-        Args:
-            rows: from :meth:`read`, shape [n, sequence_length + 1].
-
-        Returns:
-            int64, shape [n, sequence_length]: 0 at each end token, since what follows it is another document.
-        """
-        if self.end_id is None:
-            return None
-        index = np.arange(self.sequence_length)
-        return index - np.maximum.accumulate(np.where(rows[:, :-1] == self.end_id, index, 0), axis=1)
+        """The position of each input within its document, of rows from :meth:`read`; see the function."""
+        return positions_in_documents(rows, self.end_id)
 
     def gather(self, positions: np.ndarray) -> np.ndarray:
         """The sequences at these positions of the order: int64, shape [len(positions), sequence_length + 1]."""

@@ -63,7 +63,7 @@ class PeriodicEvaluation(Part):
         def parts() -> Iterator[MicroBatch]:
             for first in range(loader.rank * passes, (loader.rank + 1) * passes):
                 numbers = range(first * loader.micro_batch, (first + 1) * loader.micro_batch)
-                part = MicroBatch(read_windows(self.stream, numbers, length, tokens)).to(run.device)
+                part = read_windows(self.stream, numbers, length, tokens, loader.sequences.end_id).to(run.device)
                 counted.add_((part.labels >= 0).sum())
                 yield part
 
