@@ -12,6 +12,7 @@ from prefect import task
 from pydantic import BaseModel, ConfigDict
 
 from tasks.home import Home
+from tasks.reading import check_first_records
 from tasks.sources import SourceFile, resolve
 from tasks.tokenize import DataConfig, sources_fingerprint
 from tasks.tokenizer import TokenizerConfig
@@ -59,6 +60,8 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
     """
     files = resolve(home, data.sources, "data.sources")
     validation_files = resolve(home, data.validation_sources, "data.validation_sources")
+    check_first_records(files, data.reading, "data.sources")
+    check_first_records(validation_files, data.reading, "data.validation_sources")
     if train.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("train.tensorboard: TensorBoard is not installed: pip install 'forgeline[tensorboard]'")
     if train.launcher == "torchrun" and train.precision == "fp16":

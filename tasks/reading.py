@@ -3,6 +3,7 @@
 A document is a name and a text. What cannot be read as one becomes a `BadRecord`, never data.
 """
 
+import itertools
 import os
 import string
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ from trainer.errors import DataError
 
 _PIECE_CHARACTERS = 2**23
 """Longest text file that is held in memory as a whole, and longest piece of a text."""
+_FILES_LOOKED_AT, _RECORDS_LOOKED_AT = 8, 200
+"""Of a source, and of a file, before anything is tokenized."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,13 @@ def text_share(digest: bytes, purpose: Literal["validation", "tokenizer"]) -> fl
 
 
 def read_documents(
-    file: SourceFile, reading: Reading, part: Part | None = None
+    file: SourceFile, reading: Reading, part: Part | None = None, most: int | None = None
 ) -> Iterator[Document | LargeDocument | BadRecord]:
     """Every document of one input, in order; memory holds one record of at most 256 MB, or a piece of a larger text.
 
     Args:
         part: only this part of the file; see :func:`parts`.
+        most: only so many of its first records, where it is a file of records.
 
     Raises:
         DataError: no record has the fields of the text.
@@ -153,11 +157,43 @@ def read_documents(
     )
     if kind in RECORD_FORMATS:
         fields = reading.fields(file.config)
-        yield from _texts(read_records(file.path, kind, where, fields, part), reading, file.config, where)
+        records = itertools.islice(read_records(file.path, kind, where, fields, part), most)
+        yield from _texts(records, reading, file.config, where)
     elif reading.separator:
         yield from _separated(file, reading.separator.encode(), where, part)
     else:
         yield _whole_file(file)
+
+
+def check_first_records(files: list[SourceFile], reading: Reading, key: str) -> None:
+    """Refuse sources of which the first records of the first files already say that there is no text in them.
+
+    Args:
+        files: those of all sources, in order.
+        key: the configuration key, for messages.
+
+    Raises:
+        DataError: a file's records lack the field, or a small source has no document at all.
+    """
+    for number, of_source in itertools.groupby(files, lambda file: file.source):
+        first = list(itertools.islice(of_source, _FILES_LOOKED_AT + 1))
+        bad = [_first_fault(file, reading) for file in first[:_FILES_LOOKED_AT]]
+        if len(first) <= _FILES_LOOKED_AT and all(bad):
+            raise DataError(f"{key}[{number}]: it holds no document. First: {bad[0]}")
+
+
+def _first_fault(file: SourceFile, reading: Reading) -> BadRecord | None:
+    """What is wrong with a file whose first records are all bad; None where one is not, or they are not all."""
+    if file.path is None:
+        return None
+    if kind_of(file.path) not in RECORD_FORMATS:
+        return None if file.size else BadRecord(str(file.path), None, "empty")
+    count, fault = 0, BadRecord(str(file.path), None, "empty")
+    for count, item in enumerate(read_documents(file, reading, most=_RECORDS_LOOKED_AT), 1):
+        if not isinstance(item, BadRecord):
+            return None
+        fault = item if count == 1 else fault
+    return fault if count < _RECORDS_LOOKED_AT else None
 
 
 def parts(file: SourceFile, reading: Reading, size: int) -> list[Part | None]:

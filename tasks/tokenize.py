@@ -26,6 +26,7 @@ from tasks.home import Home
 from tasks.progress import Progress, report
 from tasks.reading import Reading, parts, read_documents, template_fields
 from tasks.records import BadRecord
+from tasks.retention import clean, in_use
 from tasks.sources import SourceConfig, SourceFile
 from tasks.stage import Reference, build_once, shown, timed
 from tasks.streams import Part
@@ -33,7 +34,7 @@ from tasks.tokenizer import TokenizerConfig
 from tasks.units import Builders, Rules, Unit, facts
 from trainer.data.shards import FORMAT_VERSION as SHARD_FORMAT
 from trainer.data.shards import ShardSet
-from trainer.durable import faults, read_manifest
+from trainer.durable import faults, read_manifest, shared
 from trainer.errors import DataError
 from trainer.settings import OPERATIONAL, Settings, fingerprint
 
@@ -145,7 +146,10 @@ def tokenize(
     def build(directory: Path) -> dict[str, Any]:
         return _Tokenizing(home, config, validation_files, layers, tokenizer, directory, known).run(name, family)
 
-    path, cached = build_once(home, "shards", name, build, known)
+    with shared(in_use(home)):
+        path, cached = build_once(home, "shards", name, build, known)
+    if not cached:
+        clean(home)
     _refuse_too_many_bad(ShardSet.open(path).manifest["records"], config.bad_record_limit)
     return Reference(path=path, fingerprint=name, cached=cached)
 
@@ -239,6 +243,7 @@ class _Tokenizing:
             "canary": tokenization.canary(),
             "records": records,
             "shards": shards,
+            "units": sorted({unit.name for unit in units} | {path.name for path in paths}),
             "inputs": [
                 {"source": file.source, "name": file.name, "path": str(file.path or ""), "sha256": file.sha256,
                  "size": file.size, "validation": number < 0, "layer": number, "identity": file.identity()}
@@ -440,5 +445,24 @@ def tokenize_task(
     validation_files: list[SourceFile],
     tokenizer: Reference,
 ) -> Reference:
-    """Write the shard set."""
-    return shown(tokenize(home, config, files, validation_files, tokenizer))
+    """Write the shard set; what it holds and what was refused is an artifact of the task run."""
+    reference = tokenize(home, config, files, validation_files, tokenizer)
+    _publish(reference.path)
+    return shown(reference)
+
+
+def _publish(shards: Path) -> None:
+    """Show the set in Prefect: records read and refused, documents and tokens of each split."""
+    from prefect.artifacts import create_markdown_artifact
+
+    facts = describe(shards)
+    records = dict(facts["records"])
+    first_bad = records.pop("first_bad")
+    rows = [f"| {key} | {value:,} |" for key, value in records.items()]
+    rows += [f"| {split} {key} | {value:,} |" for split, of in facts["splits"].items() for key, value in of.items()]
+    listed = "\n".join(["", f"In `{shards / 'quarantine.jsonl'}`, first:", "", *(f"    {bad}" for bad in first_bad)])
+    create_markdown_artifact(
+        "\n".join(["| what | count |", "|---|---|", *rows]) + (listed if first_bad else ""),
+        key="shards",
+        description=f"{records['read']:,} records read, {records['bad']:,} bad",
+    )

@@ -170,15 +170,41 @@ def exclusive(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterato
     Yields its descriptor: a child that inherits it holds the lock too, until it ends. It is an
     ``flock``: the kernel releases it when its owners die, so a dead owner blocks nobody.
     """
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with _lock_file(path) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_wait()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+
+
+@contextmanager
+def shared(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path`` together with all who share it; wait while somebody holds it alone."""
+    with _lock_file(path) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
+def if_free(path: Path) -> Iterator[bool]:
+    """Hold the lock file ``path`` alone where nobody holds it now; yields whether that is so."""
+    with _lock_file(path) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except BlockingIOError:
+            free = False
+        yield free
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
         yield descriptor
     finally:
         os.close(descriptor)

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,37 @@ def test_a_refused_model_is_refused_again(work):
 def test_a_missing_source_is_refused_by_key(work, tmp_path, key):
     with pytest.raises(DataError, match=rf"data.{key}\[0\]: nothing is at"):
         make(work, data={key: [str(tmp_path / "missing.txt")]})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", r"data.{key}\[0\]: it holds no document. First: .*a.txt: empty"),
+        ("a.jsonl", "", r"data.{key}\[0\]: it holds no document. First: .*a.jsonl: empty"),
+        ("a.jsonl", '{"text": ""}\n', r"data.{key}\[0\]: it holds no document. First: .*:1: field 'text' is empty"),
+        ("a.jsonl", '{"body": "x"}\n' * 3, r"no record has the field 'text' \(they have: body\). Set data.text_field"),
+        ("a.jsonl", '{"body": "x"}\n' * 10**6, r"no record has the field 'text'"),
+        ("a.csv", "id,body\n1,x\n", r"no record has the field 'text' \(they have: body, id\)"),
+        ("a.parquet", "none", r"data.{key}\[0\]: it holds no document. First: .*a.parquet: cannot be read"),
+    ],
+    ids=["empty", "no-records", "empty-text", "no-field", "large", "table", "damaged"],
+)
+@pytest.mark.parametrize("key", ["sources", "validation_sources"])
+def test_a_source_without_any_text_is_refused_at_once(work, tmp_path, key, name, content, message):
+    (tmp_path / name).write_text(content)
+    began = time.monotonic()
+    with pytest.raises(DataError, match=message.format(key=key)):
+        make(work, data={key: [str(tmp_path / name)]})
+    assert time.monotonic() - began < 2
+
+
+def test_some_bad_records_and_empty_files_do_not_stop_a_plan(work, tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(12):
+        (tmp_path / "text" / f"{number:02d}.txt").write_text("some text" if number == 11 else "")
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n' * 500 + '{"text": "some text"}\n')
+    sources = [str(tmp_path / "text"), str(tmp_path / "a.jsonl")]
+    assert make(work, data={"sources": sources}).facts["source_files"] == 13
 
 
 def test_a_tokenizer_that_is_not_there_is_refused_by_key(work, tmp_path):

@@ -13,6 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterTaskRunId
 from transformers import AutoTokenizer
 
 from tasks.encoding import CANARY
@@ -20,7 +23,7 @@ from tasks.home import Home
 from tasks.reading import Reading, text_digest, text_share
 from tasks.sources import SourceFile, resolve
 from tasks.stage import Reference
-from tasks.tokenize import DataConfig, tokenize
+from tasks.tokenize import DataConfig, tokenize, tokenize_task
 from tasks.tokenizer import END_OF_TEXT, TokenizerConfig, build_tokenizer
 from tests.conftest import DAMAGE, python_process
 from trainer.data.shards import ShardSet
@@ -326,6 +329,27 @@ def test_bad_records_over_the_limit_fail_with_the_first_examples_and_leave_nothi
         shards_of(work, data(source, bad_record_limit=0.02))
     assert [f"{source}:{line}: " in str(refused.value) for line in (98, 99, 100, 101)] == [True, True, True, False]
     assert list((work.path / "shards").iterdir()) == []
+
+
+def test_bad_records_are_counted_where_prefect_shows_the_stage(prefect_server, work, tmp_path):
+    source = some_bad(tmp_path / "a.jsonl", 98, 2)
+    config = data(source, bad_record_limit=0.02)
+    files, tokenizer = found(work, config)[0], tokenizer_of(work, config)
+    shown = []
+
+    @flow(name="tokenize-only")
+    def tokenize_only() -> None:
+        shown.append(tokenize_task(work, config, files, [], tokenizer, return_state=True).state_details.task_run_id)
+
+    for _ in range(2):  # the second finds the set, and shows the same
+        tokenize_only()
+    with get_client(sync_client=True) as client:
+        for run in shown:
+            of_run = ArtifactFilter(task_run_id=ArtifactFilterTaskRunId(any_=[run]))
+            (artifact,) = client.read_artifacts(artifact_filter=of_run)
+            assert (artifact.key, artifact.description) == ("shards", "100 records read, 2 bad")
+            assert "| bad | 2 |" in artifact.data
+            assert f"{source}:99: field 'text' is not a text" in artifact.data
 
 
 # --- identity and caching ------------------------------------------------------------------------
