@@ -26,7 +26,7 @@ PADDING = -100
 """What stands for no label: torch's losses leave it out."""
 _LOCATED = 8192
 """Sequences whose places in the order are computed together, because a few cost as much as many."""
-_BLOCK_BYTES = 2**23
+_BLOCK_BYTES = 2**22
 """Size up to which small batches are handed over together, to pay for waking a thread; the first is of one batch."""
 _PREFETCHED_BLOCKS = 2
 
@@ -248,7 +248,7 @@ class Loader:
 
     def batch(self, position: int) -> Batch:
         """This rank's part of the global batch that begins at sequence ``position``."""
-        return next(self._prepared(position, 1))[0]
+        return self._cut(*next(self._prepared(position, 1)))[0]
 
     def iterate(self, position: int, steps: int) -> Iterator[Batch]:
         """The next ``steps`` global batches from ``position`` on; a bounded number is prepared ahead."""
@@ -281,15 +281,16 @@ class Loader:
                 self.seconds_waited += time.perf_counter() - began
                 if isinstance(block, BaseException):
                     raise block
-                for batch in block:
+                batches = self._cut(*block)
+                for batch in batches:
                     yield batch if self.device.type == "cpu" else batch.to(self.device)
-                done += len(block)
+                done += len(batches)
         finally:
             stop.set()
             thread.join()
 
-    def _prepared(self, position: int, steps: int) -> Iterator[list[Batch]]:
-        """This rank's part of the global batches from ``position`` on, in blocks of several."""
+    def _prepared(self, position: int, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, list[int]]]:
+        """This rank's rows of the global batches from ``position`` on, their positions, and each batch's tokens."""
         sequences, pinned, buffers = self.sequences, self.device.type == "cuda", _Buffers()
         share = self.global_batch // self.world_size
         mine = slice(self.rank * share, (self.rank + 1) * share)
@@ -312,17 +313,17 @@ class Loader:
                 shape = (len(part), sequences.sequence_length + 1)
                 rows = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else buffers.take(shape)
                 sequences.read(part, rows.numpy())
-                yield self._cut(rows, tokens[first : first + together])
+                positions = sequences.positions(rows.numpy())
+                held = None if positions is None else torch.from_numpy(positions)
+                held = held.pin_memory() if held is not None and pinned else held
+                yield rows, held, tokens[first : first + together]
                 first, together = first + together, min(2 * together, most)
 
-    def _cut(self, rows: torch.Tensor, tokens: list[int]) -> list[Batch]:
-        """Cut the rows of several global batches into batches of micro-batches."""
-        parts = [MicroBatch(part) for part in rows.split(self.micro_batch)]
-        positions = self.sequences.positions(rows.numpy())
+    def _cut(self, rows: torch.Tensor, positions: torch.Tensor | None, tokens: list[int]) -> list[Batch]:
+        """Cut the rows of several global batches into batches of micro-batches: views, made by who trains on them."""
+        parts = list(map(MicroBatch, rows.split(self.micro_batch)))
         if positions is not None:
-            held = torch.from_numpy(positions)
-            held = held.pin_memory() if self.device.type == "cuda" else held
-            for part, of_part in zip(parts, held.split(self.micro_batch), strict=True):
+            for part, of_part in zip(parts, positions.split(self.micro_batch), strict=True):
                 part.positions = of_part
         count = len(parts) // len(tokens)
         return [Batch(parts[n * count : (n + 1) * count], labels) for n, labels in enumerate(tokens)]

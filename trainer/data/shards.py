@@ -192,8 +192,6 @@ class TokenStream:
             IndexError: a stretch lies outside the stream.
             DataError: a shard cannot be read.
         """
-        import torch  # here, because the tokenize stage copies no rows and starts in half the time without
-
         if not len(starts):
             return
         length = out.shape[1]
@@ -202,25 +200,13 @@ class TokenStream:
         numbers = self._starts.searchsorted(starts, side="right") - 1
         begins = starts - self._starts[numbers]
         left = np.ones(len(out), bool)
-        narrow: torch.Tensor | None = None
         for number in np.flatnonzero(np.bincount(numbers) >= _TOGETHER).tolist():
             segment = self._shard(number).segments[0]
-            inside = (numbers == number) & (begins + length <= len(segment))
-            if not inside.any():
-                continue
-            # copied as they are and widened afterwards, which is faster than both at once; signed, because
-            # torch indexes no unsigned integers
-            signed = torch.from_dlpack(segment.view(f"i{segment.itemsize}"))
-            windows = signed.as_strided((len(segment) - length + 1, length), (1, 1))
-            rows = windows.index_select(0, torch.from_numpy(begins[inside]))
-            if inside.all():
-                narrow, left = rows, ~inside
-                break
-            narrow = torch.empty(out.shape, dtype=rows.dtype) if narrow is None else narrow
-            narrow.index_copy_(0, torch.from_numpy(np.flatnonzero(inside)), rows)
-            left &= ~inside
-        if narrow is not None:
-            torch.from_numpy(out).copy_(narrow.view(getattr(torch, f"uint{8 * narrow.itemsize}")))
+            inside = np.flatnonzero((numbers == number) & (begins + length <= len(segment)))
+            if len(inside):
+                # copied as they are and then widened, which is faster than both at once
+                out[inside] = np.lib.stride_tricks.sliding_window_view(segment, length)[begins[inside]]
+                left[inside] = False
         for row in np.flatnonzero(left).tolist():
             number, begin = int(numbers[row]), int(begins[row])
             piece = self._shard(number).segments[0][begin : begin + length]
