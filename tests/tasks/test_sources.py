@@ -178,6 +178,12 @@ WRITERS: dict[str, Callable[[Path, list[dict]], Any]] = {
     "lines.jsonl.zst": lambda path, rows: path.write_bytes(pa.compress(json_lines(rows), "zstd", asbytes=True)),
     "lines.jsonl.bz2": lambda path, rows: path.write_bytes(bz2.compress(json_lines(rows))),
     "lines.jsonl.xz": lambda path, rows: path.write_bytes(lzma.compress(json_lines(rows))),
+    "list.json.gz": lambda path, rows: path.write_bytes(gzip.compress(json.dumps(rows).encode())),
+    "list.json.zst": lambda path, rows: path.write_bytes(pa.compress(json.dumps(rows).encode(), "zstd", asbytes=True)),
+    "table.csv.zst": lambda path, rows: (
+        write_csv(path, rows),
+        path.write_bytes(pa.compress(path.read_bytes(), "zstd", asbytes=True)),
+    ),
     "Table.csv.GZ": lambda path, rows: (write_csv(path, rows), path.write_bytes(gzip.compress(path.read_bytes()))),
 }
 
@@ -196,6 +202,25 @@ def test_every_format_names_the_fields_there_are_where_none_has_the_text(work, t
     WRITERS[name](tmp_path / name, [{"content": "a", "url": "b"}] * 3)
     with pytest.raises(DataError, match=r"no record has the field 'text' \(they have: content, url\).*data.text_field"):
         read(work, str(tmp_path / name))
+
+
+def test_a_hub_data_set_is_streamed_by_datasets(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(json_lines([{"text": text, "id": n} for n, text in enumerate(TEXTS)]))
+    (tmp_path / "test.jsonl").write_bytes(json_lines([{"text": "held out"}, {"text": None}]))
+    for split, expected in (("train", TEXTS), ("test", ["held out"])):
+        # `datasets` reads a directory as it reads a repository of the hub
+        source = SourceConfig(dataset=str(tmp_path), split=split)
+        found = list(read_documents(SourceFile(0, "some/set", None, "", 0, source), Reading()))
+        assert [item.text for item in found if isinstance(item, Document)] == expected
+        assert {item.name for item in found if isinstance(item, Document)} <= {f"set:{n}" for n in range(1, 5)}
+    assert found[-1] == BadRecord("some/set", 2, "field 'text' is not a text")
+
+
+def test_a_hub_data_set_that_cannot_be_reached_is_refused_by_key(work):
+    with pytest.raises(
+        DataError, match=r"data.sources\[0\]: hub data set 'no/such' cannot be reached .*Check its name"
+    ):
+        files(work, {"dataset": "no/such", "split": "train"})
 
 
 def test_a_data_set_saved_by_datasets_is_read(work, tmp_path):
