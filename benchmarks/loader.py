@@ -318,14 +318,14 @@ def lightning(directory: Path) -> int:
 # --- size ----------------------------------------------------------------------------------------------
 
 
-def write_shards(directory: Path, parts: Iterable[Any], vocabulary: int) -> None:
-    """A shard set of these token arrays, a document each."""
+def write_shards(directory: Path, parts: Iterable[Any], vocabulary: int, **more: Any) -> None:
+    """A shard set of these token arrays, a document each, with ``more`` in its manifest."""
     import numpy as np
 
     from trainer.data.shards import FORMAT_VERSION, ShardWriter
     from trainer.durable import complete_directory
 
-    content: dict[str, Any] = {"kind": "shards", "format_version": FORMAT_VERSION}
+    content: dict[str, Any] = {"kind": "shards", "format_version": FORMAT_VERSION, **more}
     with complete_directory(directory, content) as aside:
         writer = ShardWriter(aside, "train", 0, vocabulary, "benchmark", 2**24)
         for part in parts:

@@ -64,6 +64,12 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
     check_first_records(validation_files, data.reading, "data.validation_sources")
     if train.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("train.tensorboard: TensorBoard is not installed: pip install 'forgeline[tensorboard]'")
+    if model.attention == "flash":
+        from trainer.model import attention_kernel
+
+        attention_kernel(model.attention)
+        if train.precision == "fp32":
+            raise ConfigError("model.attention: flash has no fp32; set train.precision: bf16, or model.attention: sdpa")
     if train.launcher == "torchrun" and train.precision == "fp16":
         import torch
 

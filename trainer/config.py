@@ -23,6 +23,9 @@ class ModelConfig(Settings):
     """Sizes and settings of the architecture's transformers configuration (hidden_size, num_hidden_layers, …)."""
     pretrained: str | None = None
     """Directory or hub name of weights to continue from; `type` and `config` are then read from there."""
+    attention: Annotated[Literal["auto", "eager", "sdpa", "flash"], OPERATIONAL] = "auto"
+    """Kernel of the attention. auto: the best that torch has for the architecture, which is right nearly always;
+    flash: the flash-attn package, for long packed documents on GPUs; eager: to look into the attention's numbers."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelConfig":
@@ -197,6 +200,9 @@ class TrainConfig(Settings):
     """Steps between records in the journal and MLflow; the loss is the mean over them."""
     hang_timeout: Annotated[float, Gt(0), OPERATIONAL] = 600.0
     """Seconds without a finished step after which training is taken for hung, ended and resumed."""
+    cross_entropy: Annotated[Literal["full", "chunked"], OPERATIONAL] = "full"
+    """chunked: never hold the logits of all tokens at once, for a quarter of the output projection's time more;
+    where a vocabulary of tens of thousands takes the memory."""
     tensorboard: Annotated[bool, OPERATIONAL] = False
     """Write TensorBoard's event files beside MLflow, into `tensorboard/` of the run directory."""
     profile: Annotated[ProfileConfig | None, OPERATIONAL] = None
@@ -231,6 +237,12 @@ class TrainConfig(Settings):
             raise ValueError(
                 f"checkpoint: keep_best needs evaluation.every (it is {evaluated or 'unset'}) to divide "
                 f"checkpoint.every={self.checkpoint.every}, so that every checkpoint has a validation loss"
+            )
+        if self.flops_profile_step and self.compile:
+            raise ValueError("flops_profile_step: it counts in an eager model; set compile: false for that step")
+        if self.cross_entropy == "chunked" and (self.parallel.tensor > 1 or self.parallel.pipeline > 1):
+            raise ValueError(
+                "cross_entropy: chunked needs an undivided model: parallel.tensor: 1, parallel.pipeline: 1"
             )
         check_pairings(self.parallel, self.zero_stage, self.optimizer, self.compile)
         check_sharding(self.zero_stage, self.layout.averaged, self.offload, self.communication)

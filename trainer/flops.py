@@ -83,11 +83,11 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 
 
 def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a matrix product on ``device``, measured in a few dozen milliseconds."""
+    """Floating-point operations a second of a matrix product on ``device``, measured in a tenth of a second."""
     size = 8192 if device.type == "cuda" else 512
     matrix = torch.ones(size, size, device=device, dtype=dtype)
-    best = math.inf
-    for _ in range(6):
+    best, end = math.inf, time.perf_counter() + 0.1
+    while best == math.inf or time.perf_counter() < end:  # the best of many, for others may be using the machine
         began = time.perf_counter()
         (matrix @ matrix)[0, 0].item()
         best = min(best, time.perf_counter() - began)

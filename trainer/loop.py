@@ -16,6 +16,7 @@ from torch import distributed, nn
 from trainer import checkpoint
 from trainer.activations import checkpoint_activations
 from trainer.checkpoint import Progress
+from trainer.chunked_head import check_chunked_head, use_chunked_head
 from trainer.config import TrainerInput
 from trainer.data.loader import Loader, Sequences
 from trainer.data.shards import ShardSet
@@ -72,11 +73,15 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         settings.train.seed,
         finish=shard_parts(settings),
     )
+    if settings.train.cross_entropy == "chunked":
+        use_chunked_head(model)
     parts = parts_of(settings, shards, flops_per_token(model, settings.sequence_length))
     checkpoint_activations(model, settings.train.activation_checkpointing)
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
     if settings.document_mask:
         check_document_mask(model, settings.sequence_length)
+    if settings.train.cross_entropy == "chunked":
+        check_chunked_head(model)
     if settings.train.compile:
         compile_model(engine.module, device)
     torch.manual_seed(settings.train.seed + 1 + rank // layout.tensor)  # the same dropout where a layer is divided

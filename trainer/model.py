@@ -4,13 +4,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from trainer.chunked_head import Criterion, summed_cross_entropy, summed_over_logits
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
 from trainer.settings import nearest
@@ -28,7 +29,8 @@ def model_configuration(
         special_ids: ``bos_token_id`` and so on, as the tokenizer has them.
 
     Raises:
-        ConfigError: an unknown architecture or setting, or a vocabulary smaller than the tokenizer's.
+        ConfigError: an unknown architecture or setting, a vocabulary smaller than the tokenizer's, or an attention
+            that is not installed.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -62,6 +64,8 @@ def model_configuration(
             result = AutoConfig.for_model(config.type, **settings)
         except Exception as error:  # transformers' strict dataclasses raise many types
             raise ConfigError(f"model.config: refused by transformers: {error}") from None
+    if config.attention != "auto":
+        result._attn_implementation = attention_kernel(config.attention)
     context_length = getattr(result.get_text_config(), "max_position_embeddings", None) or sequence_length
     if context_length < sequence_length:
         raise ConfigError(
@@ -74,6 +78,26 @@ def model_configuration(
             f"{vocabulary_size}. Leave model.config.vocab_size unset, or use the model's own tokenizer."
         )
     return result
+
+
+def attention_kernel(choice: str) -> str:
+    """The name that transformers has for `model.attention`.
+
+    Raises:
+        ConfigError: FlashAttention is not installed.
+    """
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    if choice != "flash":
+        return choice
+    if is_flash_attn_3_available():
+        return "flash_attention_3"
+    if is_flash_attn_2_available():
+        return "flash_attention_2"
+    raise ConfigError(
+        "model.attention: flash needs an NVIDIA GPU and the package flash-attn (or flash-attn-3). "
+        "sdpa needs nothing, and its kernel on a GPU is FlashAttention as well."
+    )
 
 
 def build_model(
@@ -242,8 +266,8 @@ def loss_of(
     Returns:
         A float32 scalar.
     """
-    logits = _logits_of(model, input_ids, positions)
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+    total = summed_over_logits(model, input_ids, labels, summed_cross_entropy, **_documents(positions))
+    return total if reduction == "sum" else total / (labels >= 0).sum()
 
 
 class TrainingLoss(NamedTuple):
@@ -281,28 +305,34 @@ def training_loss_of(
     if not z_loss and not label_smoothing:
         loss = loss_of(model, input_ids, labels, positions, reduction="sum")
         return TrainingLoss(loss, loss.detach(), torch.zeros_like(loss))
-    logits = _logits_of(model, input_ids, positions)
-    log_z = logits.logsumexp(-1)
-    of_label = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    wanted = of_label
-    if label_smoothing:
-        wanted = torch.lerp(of_label, logits.mean(-1), label_smoothing)
-
-    def summed(of_places: torch.Tensor) -> torch.Tensor:
-        return of_places.masked_fill(labels < 0, 0.0).sum()
-
-    z_losses = z_loss * summed(log_z.square())
-    return TrainingLoss(
-        objective=summed(log_z - wanted) + z_losses,
-        cross_entropy=summed(log_z - of_label).detach(),
-        z_loss=z_losses.detach(),
-    )
+    criterion = _criterion(z_loss, label_smoothing)
+    sums = summed_over_logits(model, input_ids, labels, criterion, **_documents(positions))
+    objective, cross_entropy, z_loss_sum = sums.unbind()
+    return TrainingLoss(objective, cross_entropy.detach(), z_loss_sum.detach())
 
 
-def _logits_of(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Float32, shape [sequences, length, vocabulary]."""
-    documents = {} if positions is None else {"position_ids": positions}
-    return model(input_ids=input_ids, use_cache=False, **documents).logits.float()
+@cache
+def _criterion(z_loss: float, label_smoothing: float) -> Criterion:
+    """From logits and labels to the three sums of a :class:`TrainingLoss`; the same object for the same arguments."""
+
+    def sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        log_z = logits.logsumexp(-1)
+        of_label = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        wanted = of_label
+        if label_smoothing:
+            wanted = torch.lerp(of_label, logits.mean(-1), label_smoothing)
+
+        def summed(of_places: torch.Tensor) -> torch.Tensor:
+            return of_places.masked_fill(labels < 0, 0.0).sum()
+
+        z_losses = z_loss * summed(log_z.square())
+        return torch.stack([summed(log_z - wanted) + z_losses, summed(log_z - of_label), z_losses])
+
+    return sums
+
+
+def _documents(positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {} if positions is None else {"position_ids": positions}
 
 
 def check_document_mask(model: Any, sequence_length: int) -> None:

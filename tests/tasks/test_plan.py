@@ -204,6 +204,12 @@ def test_fp16_without_an_accelerator_is_refused(work):
         make(work, train={"steps": 1, "precision": "fp16"})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an accelerator may have FlashAttention")
+def test_flash_attention_that_is_not_there_is_refused_with_another_choice(work):
+    with pytest.raises(ConfigError, match=r"model.attention: flash needs .*flash-attn.* sdpa needs nothing"):
+        make(work, model={"config": LLAMA, "attention": "flash"})
+
+
 def test_tensorboard_that_is_not_installed_is_refused_with_its_remedy(work, monkeypatch):
     monkeypatch.setattr("tasks.plan.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"train.tensorboard: .* pip install 'forgeline\[tensorboard\]'"):
