@@ -105,7 +105,7 @@ class ShardWriter:
                 "forgeline.tokenizer": self.tokenizer,
                 "forgeline.vocabulary_size": str(self.vocabulary_size),
                 "forgeline.tokens": str(len(values)),
-                "forgeline.sha256": hashlib.sha256(memoryview(values)).hexdigest(),
+                "forgeline.sha256": hashlib.sha256(values.data).hexdigest(),
             },
         )
         batch = pa.record_batch(
