@@ -75,6 +75,11 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
 
         if not torch.cuda.is_available():
             raise ConfigError("train.precision: fp16 needs an accelerator; use fp32, bf16 or auto on CPUs")
+    if data.document_mask and train.parallel.sequence > 1:
+        raise ConfigError(
+            f"data.document_mask: true cannot be combined with train.parallel.sequence={train.parallel.sequence}, "
+            "where attention has no mask. Set document_mask to false or sequence to 1."
+        )
     if train.needs_operations:
         from trainer.engine import missing_operations
 
@@ -110,7 +115,7 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
             f"{facts['disk_bytes_free'] / 2**30:.1f} GiB are free. Free space, set FORGELINE_HOME, "
             "or lower train.checkpoint.keep."
         )
-    facts["seconds_expected"] = 6 * facts["parameters"] * tokens / facts["flops_a_second"]
+    facts["seconds_expected"] = 6 * facts["active_parameters"] * tokens / facts["flops_a_second"]
     return Plan(files=files, validation_files=validation_files, sources=sources_fingerprint(files), facts=facts)
 
 
@@ -139,7 +144,7 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
     import torch
 
     from trainer.flops import matrix_product_rate
-    from trainer.model import count_parameters, model_configuration
+    from trainer.model import count_expert_parameters, count_parameters, model_configuration
 
     settings = model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length)
     _check_sizes(settings)
@@ -152,10 +157,14 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
     away = [key for key in ("optimizer", "parameters") if getattr(train.offload, key) in elsewhere]
     mixed = train.precision in ("bf16", "fp16") or (train.precision == "auto" and on_gpu)
     tokens = (train.micro_batch or train.global_batch // layout.data) * data.sequence_length
-    held = parameters // (layout.tensor * layout.pipeline)  # taken to be divided evenly
+    experts, met = count_expert_parameters(settings)
+    held = (parameters - experts) // (layout.tensor * layout.pipeline)  # taken to be divided evenly
+    divided = train.parallel.expert
     facts = {
         "parameters": parameters,
-        "memory_bytes_a_rank": memory_a_rank(held, train.zero_stage, layout.averaged, mixed, away),
+        "active_parameters": parameters - int(experts * (1 - met)),
+        "memory_bytes_a_rank": memory_a_rank(held, train.zero_stage, layout.averaged, mixed, away)
+        + memory_a_rank(experts // divided, train.zero_stage, layout.averaged // divided, mixed, away),
         "activation_bytes_a_rank": activations_a_rank(
             settings.get_text_config(), tokens // layout.sequence, mixed, train.activation_checkpointing
         ),

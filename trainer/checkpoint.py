@@ -83,6 +83,7 @@ def save(engine: Any, settings: TrainerInput, progress: Progress, **content: Any
                     "progress": vars(progress),
                     "mlflow_run_id": read_tracking(settings.run_dir).get("run_id"),
                     "world_size": distributed.get_world_size(),
+                    "expert": settings.train.parallel.expert,
                     "micro_batch": settings.micro_batch,
                     **content,
                 },
@@ -127,7 +128,7 @@ def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
         The choice (None to start from step 0), and the checkpoints passed over with the reason.
 
     Raises:
-        DataError: the checkpoint belongs to another run.
+        DataError: the checkpoint belongs to another run, or its experts are divided in another way.
     """
     choice: list[Any] = [None, None, []]
     if distributed.get_rank() == 0:
@@ -137,6 +138,11 @@ def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
         universal = None
         if directory is not None:
             manifest = read_manifest(directory) or {}
+            if manifest["expert"] != settings.train.parallel.expert:
+                raise DataError(
+                    f"{directory}: was written with train.parallel.expert={manifest['expert']} and can only go on with "
+                    f"that, not with {settings.train.parallel.expert}. Set it back, or give this run another name."
+                )
             changed = manifest["world_size"] != distributed.get_world_size()
             if changed and shards_optimizer(settings):
                 universal = settings.run_dir / "universal"

@@ -246,6 +246,12 @@ class TrainConfig(Settings):
             )
         check_pairings(self.parallel, self.zero_stage, self.optimizer, self.compile)
         check_sharding(self.zero_stage, self.layout.averaged, self.offload, self.communication)
+        sharded = self.communication.quantized or self.communication.secondary_partition_size > 1
+        if self.parallel.expert > 1 and (sharded or "nvme" in (self.offload.optimizer, self.offload.parameters)):
+            raise ValueError(
+                "parallel: expert cannot be combined with offload to nvme, or with communication's quantized_weights, "
+                "quantized_gradients or secondary_partition_size"
+            )
         for key, owner in _OURS.items():
             if _sets(self.deepspeed, key):
                 raise ValueError(f"deepspeed: {key} cannot be set here; {owner}")

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from trainer import experts
 from trainer.config import TrainConfig, TrainerInput
 from trainer.errors import ConfigError
 from trainer.optimizers import build_optimizer
@@ -50,6 +51,8 @@ def deepspeed_configuration(settings: TrainerInput, load_universal: bool) -> dic
         }
     if train.communication.gradient_dtype:
         generated["communication_data_type"] = train.communication.gradient_dtype
+    if train.parallel.expert > 1:
+        generated["expert_parallel"] = {"enabled": True, "autoep_size": train.parallel.expert}
     return _merged(generated, train.deepspeed)
 
 
@@ -129,7 +132,7 @@ def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool)
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=build_optimizer(model, settings.train),
+            optimizer=_optimizer_of(model, settings.train),
             config=deepspeed_configuration(settings, load_universal),
             dist_init_required=False,
         )
@@ -140,9 +143,20 @@ def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool)
     return engine
 
 
+def _optimizer_of(model: nn.Module, train: TrainConfig) -> Any:
+    """The optimizer, or what makes it once the experts are divided, which replaces parameters."""
+    if train.parallel.expert == 1:
+        return build_optimizer(model, train)
+    experts.mend_registry()
+    return lambda _: experts.group_experts(build_optimizer(model, train))
+
+
 def _clip_and_keep_norm(engine: Any) -> None:
     """In fp32 without ZeRO, DeepSpeed clips by a norm that it then forgets; this keeps it to be recorded."""
-    engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+    parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+    norm = experts.gradient_norm(parameters)
+    torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping(), norm)
+    engine._global_grad_norm = norm
 
 
 def shards_optimizer(settings: TrainerInput) -> bool:
@@ -182,6 +196,7 @@ def whole_weights(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
     for _, names in groupby(parameters, key=lambda name: re.match(r"(?:.*?\.\d+\.)?", name)[0] or name):  # type: ignore[index]
         group = {name: parameters[name] for name in names}
         with deepspeed.zero.GatheredParameters(list(group.values()), enabled=engine.zero_optimization_stage() == 3):
-            yield {name: parameter.detach().cpu() for name, parameter in group.items()} if lead else {}
+            whole = experts.whole_layer(group) if engine.has_moe_layers else group
+            yield {name: weight.detach().cpu() for name, weight in whole.items()} if lead else {}
     buffers = dict(module.named_buffers()).keys() & module.state_dict().keys()
     yield {name: module.get_buffer(name).cpu() for name in sorted(buffers)} if lead else {}

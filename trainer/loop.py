@@ -33,10 +33,12 @@ from trainer.parts.evaluation import PeriodicEvaluation
 from trainer.parts.preemption import Preemption
 from trainer.parts.profiler import Profiler
 from trainer.parts.recorder import Recorder
+from trainer.parts.routing import Routing
 from trainer.parts.utilisation import Utilisation
 from trainer.parts.z_loss import ZLoss
 from trainer.schedule import rate_at
 from trainer.step import TrainingStep
+from trainer.ulysses import divide_sequences
 
 
 def train(settings: TrainerInput, device: torch.device) -> None:
@@ -75,7 +77,8 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     )
     if settings.train.cross_entropy == "chunked":
         use_chunked_head(model)
-    parts = parts_of(settings, shards, flops_per_token(model, settings.sequence_length))
+    routing = Routing.of(model)
+    parts = parts_of(settings, shards, flops_per_token(model, settings.sequence_length), routing)
     checkpoint_activations(model, settings.train.activation_checkpointing)
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
     if settings.document_mask:
@@ -86,7 +89,8 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         compile_model(engine.module, device)
     torch.manual_seed(settings.train.seed + 1 + rank // layout.tensor)  # the same dropout where a layer is divided
 
-    step = TrainingStep(engine, device, layout.averaged, settings.train)
+    share = divide_sequences(engine, layout.sequence, device) if layout.sequence > 1 else None
+    step = TrainingStep(engine, device, layout.averaged, settings.train, routing, share)
     run = Run(settings, engine, step, loader, device, parts)
     for reason in passed_over:
         run.note("checkpoint_passed_over", reason=reason)
@@ -97,7 +101,7 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     finish(run, tokenizer, model)
 
 
-def parts_of(settings: TrainerInput, shards: ShardSet, flops_per_token: float) -> list[Part]:
+def parts_of(settings: TrainerInput, shards: ShardSet, flops_per_token: float, routing: Routing | None) -> list[Part]:
     """What hangs on the loop, in the order in which it hears of a step."""
     train = settings.train
     checkpoints = Checkpoints(train.checkpoint.every)
@@ -110,6 +114,8 @@ def parts_of(settings: TrainerInput, shards: ShardSet, flops_per_token: float) -
     ]
     if train.z_loss:
         parts.append(ZLoss())
+    if routing:
+        parts.append(routing)
     if train.evaluation.every:
         stream = shards.stream("validation")
         parts.append(PeriodicEvaluation(train.evaluation.every, train.evaluation.batches, stream))

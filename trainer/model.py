@@ -247,6 +247,20 @@ def count_parameters(settings: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def count_expert_parameters(settings: Any) -> tuple[int, float]:
+    """Parameters of all experts, routed ones, without allocating them, and the share of them that a token meets."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = settings.get_text_config()
+    total = getattr(sizes, "num_local_experts", None) or getattr(sizes, "num_experts", None)
+    if not total:
+        return 0, 1.0
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    return experts, sizes.num_experts_per_tok / total
+
+
 def loss_of(
     model: nn.Module,
     input_ids: torch.Tensor,

@@ -41,18 +41,20 @@ def set_rate(optimizer: Any, share: float) -> None:
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Hidden matrices; the output head where it is not tied; and the rest: embeddings, norms, biases, convolutions."""
+    """Hidden matrices; an output head of its own and experts; the rest: embeddings, norms, biases, convolutions."""
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = {id(p) for p in head.parameters()} if head is not None else set()
     hidden: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves a part of it here
-        if id(parameter) in embeddings or len(shape) != 2:
+        if ".experts." in name and len(shape) == 3:  # a matrix an expert, stacked
+            decayed.append(parameter)
+        elif id(parameter) in embeddings or len(shape) != 2:
             plain.append(parameter)
         elif id(parameter) in heads:
             decayed.append(parameter)

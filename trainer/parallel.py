@@ -8,7 +8,9 @@ from annotated_types import Ge
 from trainer.errors import ConfigError
 from trainer.settings import OPERATIONAL, Settings
 
-UNFINISHED = ("tensor", "pipeline", "expert", "sequence")
+MODELS_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Architectures whose experts DeepSpeed's AutoEP divides and the export puts together again."""
+UNFINISHED = ("tensor", "pipeline")
 """What is not yet built."""
 
 
@@ -20,7 +22,7 @@ class ParallelConfig(Settings):
     pipeline: Annotated[int, Ge(1), OPERATIONAL] = 1
     """Ranks that hold consecutive layers each: for models that are too large for one device, over slow links."""
     expert: Annotated[int, Ge(1), OPERATIONAL] = 1
-    """Data-parallel ranks that divide the experts of a mixture of experts."""
+    """Data-parallel ranks that divide the experts of a mixture: for more experts than fit on one device."""
     sequence: Annotated[int, Ge(1), OPERATIONAL] = 1
     """Ranks that divide every sequence: for contexts whose activations are too large for one device."""
 
@@ -101,6 +103,8 @@ def check_pairings(parallel: ParallelConfig, zero_stage: int, optimizer: str, co
         raise ValueError(f"zero_stage: {zero_stage} cannot be combined with parallel.tensor; use 0, 1 or 2")
     if parallel.tensor > 1 and optimizer == "muon":
         raise ValueError("optimizer: muon needs whole matrices, which parallel.tensor divides; use adamw")
+    if parallel.expert > 1 and optimizer == "muon":
+        raise ValueError("optimizer: muon cannot be combined with parallel.expert; use adamw")
     if parallel.pipeline > 1 and zero_stage > 1:
         raise ValueError(f"zero_stage: {zero_stage} cannot be combined with parallel.pipeline; use 0 or 1")
     if parallel.pipeline > 1 and compiled:
@@ -114,6 +118,13 @@ def check_model(parallel: ParallelConfig, model: Any, sequence_length: int) -> N
         ConfigError: the key, and the allowed values.
     """
     sizes = model.get_text_config()
+    if parallel.expert > 1 and sizes.model_type not in MODELS_WITH_EXPERTS:
+        raise ConfigError(
+            f"train.parallel.expert: a {sizes.model_type!r} model has no experts that can be divided. Set it to 1, "
+            f"or model.type to one of {', '.join(MODELS_WITH_EXPERTS)}."
+        )
+    if parallel.sequence > 1:
+        _check_attention(model, sizes, sequence_length)
     heads = sizes.num_attention_heads
     groups = getattr(sizes, "num_key_value_heads", None) or heads
     experts = getattr(sizes, "num_local_experts", None) or getattr(sizes, "num_experts", None) or 1
@@ -133,6 +144,30 @@ def check_model(parallel: ParallelConfig, model: Any, sequence_length: int) -> N
         raise ConfigError(
             f"train.parallel.pipeline: {parallel.pipeline} stages are more than "
             f"model.config.num_hidden_layers={sizes.num_hidden_layers}. Use 1 to {sizes.num_hidden_layers}."
+        )
+
+
+def _check_attention(model: Any, sizes: Any, sequence_length: int) -> None:
+    """Refuse models whose places influence each other by other ways than full, unmasked attention."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    implementation = sizes._attn_implementation
+    if implementation is None:
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)]
+        implementation = "sdpa" if architecture._supports_sdpa else "eager"
+    layers = set(getattr(sizes, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    window = getattr(sizes, "sliding_window", None) if getattr(sizes, "use_sliding_window", True) else None
+    reason = None
+    if implementation == "eager":
+        reason = "transformers has only eager attention for it, which needs a mask of the whole sequence"
+    elif layers:
+        reason = f"it has layers of type {', '.join(sorted(layers))}"
+    elif window and window < sequence_length:
+        reason = f"its attention sees {window} tokens back, fewer than data.sequence_length={sequence_length}"
+    if reason:
+        raise ConfigError(
+            f"train.parallel.sequence: a {sizes.model_type!r} model cannot share sequences: {reason}. Set it to 1, or "
+            "choose a model of full attention (llama, qwen3, …)."
         )
 
 

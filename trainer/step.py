@@ -10,6 +10,8 @@ from trainer.config import TrainConfig
 from trainer.data.loader import Batch, MicroBatch
 from trainer.model import loss_of, training_loss_of
 from trainer.optimizers import set_rate
+from trainer.parts.routing import Routing
+from trainer.ulysses import SequenceShare
 
 
 @dataclass
@@ -26,6 +28,10 @@ class TrainingStep:
     """What the objective adds to the cross-entropy."""
     z_loss: torch.Tensor = field(init=False)
     """The last step's, like its loss: the rank's part of the mean over all labels, times the averaged ranks."""
+    routing: Routing | None = None
+    """What knows a mixture of experts' auxiliary loss."""
+    share: SequenceShare | None = None
+    """This rank's part of every sequence, where ranks share them."""
 
     def run(self, batch: Batch, rate: float) -> torch.Tensor:
         """Train on a batch.
@@ -45,7 +51,7 @@ class TrainingStep:
         cross_entropy, z_loss = torch.zeros(2, device=self.device)
         a_label = self.averaged / batch.tokens
         scale = a_label * len(batch.micro_batches)
-        for part in batch.micro_batches:
+        for part in map(self._mine, batch.micro_batches):
             loss = training_loss_of(
                 self.engine,
                 part.inputs,
@@ -54,7 +60,8 @@ class TrainingStep:
                 self.config.z_loss,
                 self.config.label_smoothing,
             )
-            self.engine.backward(scale * loss.objective)
+            objective = scale * loss.objective
+            self.engine.backward(objective + self.routing.penalty() if self.routing else objective)
             self.engine.step()
             cross_entropy += loss.cross_entropy
             z_loss += loss.z_loss
@@ -69,7 +76,12 @@ class TrainingStep:
         self.engine.eval()
         total = torch.zeros((), dtype=torch.double, device=self.device)
         with torch.no_grad():
-            for part in parts:
+            for part in map(self._mine, parts):
                 total += loss_of(self.engine, part.inputs, part.labels, part.positions, reduction="sum")
         self.engine.train()
+        if self.share:
+            self.share.sum(total)
         return total
+
+    def _mine(self, part: MicroBatch) -> MicroBatch:
+        return self.share.of(part) if self.share else part

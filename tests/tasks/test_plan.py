@@ -298,3 +298,19 @@ def test_the_tracking_store_is_the_homes_unless_the_environment_names_one(work, 
     assert work.tracking_uri == f"sqlite:///{work.path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     assert work.tracking_uri == "http://127.0.0.1:1"
+
+
+def test_divided_experts_take_their_part_of_memory_and_a_token_meets_few_of_them(work):
+    sizes = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 1}
+    train = {"steps": 5, "ranks": 2, "parallel": {"expert": 2}}
+    facts = make(work, {"type": "mixtral", "config": sizes}, train=train).facts
+    experts = 2 * 4 * 3 * 32 * 48
+    assert facts["active_parameters"] == facts["parameters"] - experts * 3 // 4
+    assert facts["memory_bytes_a_rank"] == 16 * (facts["parameters"] - experts // 2)
+
+
+def test_sequences_that_ranks_share_have_no_document_mask(work):
+    with pytest.raises(
+        ConfigError, match=r"data.document_mask: true cannot be combined with train.parallel.sequence=2"
+    ):
+        make(work, data={"document_mask": True}, train={"steps": 5, "ranks": 2, "parallel": {"sequence": 2}})

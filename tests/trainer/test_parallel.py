@@ -39,6 +39,10 @@ def test_without_division_every_rank_has_a_part_of_the_batch():
         ({"parallel": {"tensor": 0}}, "greater than or equal to 1"),
         ({"global_batch": 6, "ranks": 4}, "global_batch: 6 sequences do not divide over 4 data-parallel ranks"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "autotp_size .* it is train.parallel.tensor"),
+        (
+            {"ranks": 2, "parallel": {"expert": 2}, "zero_stage": 3, "communication": {"secondary_partition_size": 2}},
+            "parallel: expert cannot be combined with offload to nvme, or with communication's quantized_weights",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(train: dict[str, Any], message: str):
@@ -52,6 +56,8 @@ def test_sizes_that_do_not_divide_are_refused(train: dict[str, Any], message: st
         ({"tensor": 2, "pipeline": 2}, {}, "parallel: tensor and pipeline cannot be combined"),
         ({"tensor": 2}, {"zero_stage": 3}, "zero_stage: 3 cannot be combined with parallel.tensor; use 0, 1 or 2"),
         ({"tensor": 2}, {"optimizer": "muon"}, "optimizer: muon needs whole matrices"),
+        ({"expert": 2}, {"optimizer": "muon"}, "optimizer: muon cannot be combined with parallel.expert; use adamw"),
+        ({"expert": 2, "sequence": 2}, {}, "parallel: expert and sequence cannot be combined"),
         ({"pipeline": 2}, {"zero_stage": 2}, "zero_stage: 2 cannot be combined with parallel.pipeline; use 0 or 1"),
         ({"pipeline": 2}, {"compiled": True}, "compile: cannot be combined with parallel.pipeline"),
     ],
@@ -82,8 +88,6 @@ class Model(SimpleNamespace):
     [
         ({"tensor": 4}, "parallel.tensor: 4 does not divide model.config.num_attention_heads=6. Use 1 or 2 or 3 or 6"),
         ({"tensor": 3}, "parallel.tensor: 3 does not divide model.config.num_key_value_heads=2. Use 1 or 2"),
-        ({"sequence": 2}, "parallel.sequence: 2 does not divide data.sequence_length=31. Use 1 or 31"),
-        ({"expert": 2}, "parallel.expert: 2 does not divide the model's experts=1. Use 1"),
         ({"pipeline": 4}, "parallel.pipeline: 4 stages are more than model.config.num_hidden_layers=3. Use 1 to 3"),
     ],
 )
@@ -91,4 +95,36 @@ def test_a_model_that_the_sizes_do_not_divide_is_refused(parallel: dict[str, int
     with pytest.raises(ConfigError, match=message):
         check_model(ParallelConfig(**parallel), Model(), 31)
     check_model(ParallelConfig(pipeline=3, tensor=2), Model(), 31)
-    check_model(ParallelConfig(expert=4, sequence=2), Model(num_local_experts=8), 32)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "message"),
+    [
+        ({"expert": 2}, {"type": "llama"}, "parallel.expert: a 'llama' model has no experts that can be divided"),
+        ({"expert": 2}, {"type": "olmoe"}, "model.type to one of mixtral, qwen2_moe, qwen3_moe"),
+        (
+            {"expert": 4},
+            {"type": "mixtral", "num_local_experts": 6},
+            "does not divide the model's experts=6. Use 1 or 2",
+        ),
+        ({"sequence": 5}, {"type": "llama"}, "5 does not divide model.config.num_attention_heads=32. Use 1 or 2 or 4"),
+        ({"sequence": 32}, {"type": "llama"}, "32 does not divide data.sequence_length=48. Use 1 or 2 or 3 or 4 or 6"),
+        ({"sequence": 2}, {"type": "bloom"}, "a 'bloom' model cannot share sequences: transformers has only eager"),
+        ({"sequence": 2}, {"type": "llama", "attn_implementation": "eager"}, "has only eager attention for it"),
+        ({"sequence": 2}, {"type": "mistral", "sliding_window": 47}, "sees 47 tokens back, fewer than .*length=48"),
+        ({"sequence": 2}, {"type": "qwen3_next"}, "it has layers of type linear_attention"),
+    ],
+)
+def test_what_deepspeed_cannot_divide_is_refused(parallel: dict[str, int], model: dict[str, Any], message: str):
+    from transformers import AutoConfig
+
+    with pytest.raises(ConfigError, match=message):
+        check_model(ParallelConfig(**parallel), AutoConfig.for_model(model.pop("type"), **model), 48)
+
+
+def test_experts_and_sequences_that_divide_are_accepted():
+    from transformers import AutoConfig
+
+    check_model(ParallelConfig(expert=4), AutoConfig.for_model("mixtral", num_local_experts=8), 48)
+    for model in ("llama", "gpt2", "qwen3", "mistral"):
+        check_model(ParallelConfig(sequence=4), AutoConfig.for_model(model), 48)
