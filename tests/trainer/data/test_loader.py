@@ -1,5 +1,6 @@
 """The loader: the same global batches for every world size and resume point, each token once an epoch."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -132,6 +133,27 @@ def test_the_thread_ends_when_the_consumer_stops_early_or_fails(sequences):
     with pytest.raises(RuntimeError, match="the step failed"):
         failing()
     assert not loader_threads()
+
+
+def test_the_thread_leaves_the_cores_to_training(tmp_path):
+    content = {"kind": "shards", "format_version": FORMAT_VERSION}
+    with complete_directory(tmp_path / "large", content) as aside:
+        writer = ShardWriter(aside, "train", 0, 60_000, "tokenizer-1", 2**21)
+        writer.add(np.arange(2**20) % 60_000, np.array([2**20]), ["text"], 2**20)
+        writer.flush()
+        content["shards"] = writer.shards
+    large = Sequences.open(ShardSet.open(tmp_path / "large"), 1024, None, seed=1)
+    large.gather(np.arange(1))  # maps the shard, for which pyarrow has threads
+    torch.ones(2**20).add(1)  # the threads that serve this one are there from now on
+    threads = len(os.listdir("/proc/self/task"))
+
+    batches = loader(large, 512).iterate(0, 4)
+    next(batches)
+    now = len(os.listdir("/proc/self/task"))
+    batches.close()
+
+    # with more OpenMP threads than cores, all of them sleep at each barrier: a step takes 1.3 to 1.7 times as long
+    assert now == threads + 1, "the loader's thread, without any that serve it"
 
 
 def test_the_thread_ends_after_the_last_step(sequences):
