@@ -13,9 +13,14 @@ from trainer.errors import ForgelineError, OutOfMemoryError
 from trainer.launcher import FAILURE
 from trainer.processes import end_with_parent
 
+_NEEDLESS = ("boto3", "mlflow", "pandas", "scipy", "torchvision")
+"""What DeepSpeed, transformers and accelerate import in passing where they find it, and no rank uses."""
+
 
 def main(config: Path) -> int:
     """Run this rank; returns its exit code. A failure is described in the run directory."""
+    for name in _NEEDLESS:
+        sys.modules[name] = None  # type: ignore[assignment]  # as if it were not installed
     end_with_parent(signal.SIGKILL)  # no orphan of a dead launcher goes on writing
     settings = TrainerInput.read(config)
     _redirect_output(settings.run_dir / "logs" / f"rank-{os.environ['RANK']}.log")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import distributed, nn
 
 from trainer import experts
 from trainer.config import TrainConfig, TrainerInput
@@ -140,6 +140,9 @@ def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool)
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"train.deepspeed: refused by DeepSpeed: {problems}") from None
     engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
+    if distributed.get_world_size() == 1 and engine.zero_optimization_stage() == 0:
+        # one rank has nobody to average with, and DeepSpeed would copy all gradients into a buffer and back
+        engine.enable_backward_allreduce = False
     return engine
 
 

@@ -20,6 +20,8 @@ from trainer.processes import end_with_parent
 
 FAILURE = "failure.json"
 _GRACE_SECONDS = 30.0
+_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+"""Lets glibc use a step's memory again in the next one; giving it back costs up to a tenth of a step on CPUs."""
 
 
 def launch(
@@ -47,6 +49,8 @@ def launch(
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in _KEPT_MEMORY.items():
+        environment.setdefault(name, value)
     me = os.getpid()
     with open(run_dir / "logs" / "launcher.log", "ab") as log:
         log_begin = log.tell()

@@ -68,6 +68,15 @@ def test_a_resumed_run_ends_in_the_same_bits(
     assert [record["step"] for record in resumed if "step" in record and "event" not in record] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(new_run: Callable[..., TrainerInput]) -> None:
+    one, other, changed = (new_run(name, steps=3, seed=seed) for name, seed in (("a", 7), ("b", 7), ("c", 8)))
+    records = [run(settings) for settings in (one, other, changed)]
+    assert losses(records[0]) == losses(records[1])
+    assert_same_state(*(settings.run_dir / "checkpoints" / "step-00000003" for settings in (one, other)))
+    weights = [(settings.export_dir / "model.safetensors").read_bytes() for settings in (one, other, changed)]
+    assert weights[0] == weights[1] != weights[2]
+
+
 @pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16")])
 def test_a_run_goes_on_with_another_world_size(
     new_run: Callable[..., TrainerInput], zero_stage: int, precision: str
