@@ -35,8 +35,9 @@ from trainer.data.shards import ShardSet
 from trainer.durable import read_manifest, write_file
 from trainer.flops import flops_per_token, peak_flops
 from trainer.loop import compile_model
-from trainer.model import DTYPES, attention_kernel, build_model
+from trainer.model import attention_kernel, build_model
 from trainer.optimizers import build_optimizer
+from trainer.precision import WEIGHTS
 from trainer.step import TrainingStep
 
 NO_ACCELERATOR = 3
@@ -200,7 +201,7 @@ class Bench:
     def step_of(self, settings: TrainerInput) -> tuple[TrainingStep, float]:
         """What trains a fresh model on a batch, and the model's operations a token."""
         train, device = settings.train, self.device
-        dtype = DTYPES[settings.precision] if HAS_DEEPSPEED else torch.float32
+        dtype = WEIGHTS[settings.precision] if HAS_DEEPSPEED else torch.float32
         model = build_model(settings.model, self.tokenizer, settings.sequence_length, dtype, train.seed)
         if train.cross_entropy == "chunked":
             use_chunked_head(model)

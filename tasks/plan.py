@@ -70,11 +70,10 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
         attention_kernel(model.attention)
         if train.precision == "fp32":
             raise ConfigError("model.attention: flash has no fp32; set train.precision: bf16, or model.attention: sdpa")
-    if train.launcher == "torchrun" and train.precision == "fp16":
-        import torch
+    if train.precision in ("fp16", "fp8"):
+        from trainer.precision import check_precision
 
-        if not torch.cuda.is_available():
-            raise ConfigError("train.precision: fp16 needs an accelerator; use fp32, bf16 or auto on CPUs")
+        check_precision(train)
     if data.document_mask and train.parallel.sequence > 1:
         raise ConfigError(
             f"data.document_mask: true cannot be combined with train.parallel.sequence={train.parallel.sequence}, "

@@ -231,7 +231,7 @@ def _trainer_input(
         if earlier.micro_batch < micro_batch and share % earlier.micro_batch == 0:
             micro_batch = earlier.micro_batch
     if precision == "auto":
-        precision = _measured_precision(model, data.sequence_length, tokenizer.path)
+        precision = _measured_precision(model, config, data.sequence_length, tokenizer.path)
     settings = TrainerInput(
         name=name,
         fingerprint=run,
@@ -267,13 +267,14 @@ def _earlier(file: Path) -> TrainerInput | None:
         return None
 
 
-def _measured_precision(model: ModelConfig, sequence_length: int, tokenizer_dir: Path) -> str:
+def _measured_precision(model: ModelConfig, config: TrainConfig, sequence_length: int, tokenizer_dir: Path) -> str:
     import torch
 
-    from trainer.model import load_tokenizer, pick_precision
+    from trainer.model import load_tokenizer
+    from trainer.precision import pick_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return pick_precision(model, load_tokenizer(tokenizer_dir), sequence_length, device)
+    return pick_precision(model, config, load_tokenizer(tokenizer_dir), sequence_length, device)
 
 
 def _launch_until_it_fits(settings: TrainerInput, lock: int) -> None:

@@ -128,7 +128,7 @@ def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
         The choice (None to start from step 0), and the checkpoints passed over with the reason.
 
     Raises:
-        DataError: the checkpoint belongs to another run, or its experts are divided in another way.
+        DataError: the checkpoint belongs to another run, or its state cannot be divided in the way now asked for.
     """
     choice: list[Any] = [None, None, []]
     if distributed.get_rank() == 0:
@@ -145,6 +145,12 @@ def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
                 )
             changed = manifest["world_size"] != distributed.get_world_size()
             if changed and shards_optimizer(settings):
+                if settings.train.optimizer != "adamw":
+                    raise DataError(
+                        f"{directory}: written by {manifest['world_size']} ranks, and DeepSpeed can divide the state "
+                        f"of optimizer={settings.train.optimizer} over no other number. Go on with "
+                        f"train.ranks={manifest['world_size']}."
+                    )
                 universal = settings.run_dir / "universal"
                 shutil.rmtree(universal, ignore_errors=True)
                 convert_to_universal(str(directory / ENGINE), str(universal / ENGINE))

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, PositiveInt, model_validator
 
 from trainer.activations import ActivationCheckpointingConfig
-from trainer.parallel import Layout, ParallelConfig, check_pairings
+from trainer.parallel import WHOLE_MATRIX_OPTIMIZERS, Layout, ParallelConfig, check_pairings
 from trainer.parts.profiler import ProfileConfig
 from trainer.settings import OPERATIONAL, Settings
 from trainer.sharding import CommunicationConfig, OffloadConfig, check_sharding
@@ -118,6 +118,7 @@ _OURS = {
     "communication_data_type": "it is train.communication.gradient_dtype",
     "bf16.enabled": "it is train.precision",
     "fp16.enabled": "it is train.precision",
+    "torch_autocast": "it is train.precision: autocast",
     "optimizer": "it is train.optimizer",
     "scheduler": "it is train.schedule",
     "checkpoint": "checkpoints are train.checkpoint",
@@ -163,14 +164,20 @@ class TrainConfig(Settings):
     """Seed of the initial weights, the order of the data, and dropout."""
     learning_rate: Annotated[float, Gt(0)] = 1e-3
     """Peak learning rate."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw; or muon for the hidden matrices with adamw for the rest (zero_stage 0 in fp32)."""
+    optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """adamw: the default. lion: half of adamw's state; a third to a tenth of its learning_rate, three to ten times
+    its weight_decay. adafactor: hardly any state, where memory is short; learning_rate is a share of each weight's
+    root mean square, 0.01 is usual. muon: hidden matrices by Muon, the rest by adamw, fewer steps to the same loss.
+    adafactor and muon update whole matrices: zero_stage 0 or 1 (sharded by whole parameters), precision fp32 or
+    autocast."""
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    """AdamW's decay of the mean of the gradient."""
+    """Decay of the mean of the gradient in an update of adamw or lion."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """AdamW's decay of the mean of its square."""
+    """Decay of the mean of the squared gradient (adamw), or of the mean that is kept (lion: 0.99 is usual)."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    """Decoupled weight decay; adafactor's is relative to the root mean square too."""
+    no_weight_decay: list[Literal["embeddings", "norms", "biases"]] = Field(["embeddings", "norms", "biases"])
+    """What has none; [norms, biases] lets embeddings decay too."""
     muon: MuonConfig = MuonConfig()
     """Used with optimizer: muon."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -183,11 +190,15 @@ class TrainConfig(Settings):
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of each label that is spread over the whole vocabulary: 0.1 against overconfidence on small data.
     Recorded losses are without it."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the model. auto: bf16 where the device is faster with it, else fp32; chosen once a run."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "autocast", "fp8"] = "auto"
+    """Arithmetic of the model; all but fp32 keep fp32 weights for the update. bf16: the usual choice. fp16: for GPUs
+    without bf16; the loss is scaled, and a step whose gradients overflow leaves the weights as they are. autocast:
+    fp32 weights with matrix products in bf16, for optimizers that need whole matrices. fp8: bf16 with the products
+    of linear layers in fp8 (compute capability 8.9 or newer; `pip install forgeline[fp8]`), for models of a billion
+    parameters and more. auto: what the device does well, chosen once a run."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage: what is sharded over the ranks (1 optimizer, 2 also gradients, 3 also parameters).
-    With bf16 at least 1: the fp32 weights that it needs are sharded in any case."""
+    With bf16, fp16 and fp8 at least 1: the fp32 weights that they need are sharded in any case."""
     offload: OffloadConfig = OffloadConfig()
     """What waits in the host's memory or on its disk."""
     communication: CommunicationConfig = CommunicationConfig()
@@ -255,8 +266,22 @@ class TrainConfig(Settings):
         for key, owner in _OURS.items():
             if _sets(self.deepspeed, key):
                 raise ValueError(f"deepspeed: {key} cannot be set here; {owner}")
-        if self.optimizer == "muon" and (self.zero_stage != 0 or self.precision != "fp32"):
-            raise ValueError("optimizer: muon needs zero_stage: 0 and precision: fp32 (whole matrices on every rank)")
+        if self.precision == "fp8" and self.zero_stage == 3:
+            raise ValueError("zero_stage: 3 divides the weights that precision=fp8 scales whole; use 0, 1 or 2")
+        if self.optimizer in WHOLE_MATRIX_OPTIMIZERS:
+            allowed: dict[str, tuple[Any, ...]] = {"zero_stage": (0, 1), "precision": ("auto", "fp32", "autocast")}
+            for key, values in allowed.items():
+                if (value := getattr(self, key)) not in values:
+                    raise ValueError(
+                        f"{key}: {value} shards or flattens the matrices that optimizer={self.optimizer} updates "
+                        f"whole; use {key} {' or '.join(map(str, values))}, or optimizer adamw or lion"
+                    )
+            buckets = (self.communication.reduce_bucket_size, self.communication.gather_bucket_size)
+            if self.offload.optimizer != "none" or any(buckets) or self.communication.overlap is not None:
+                raise ValueError(
+                    f"optimizer: {self.optimizer} is sharded by whole parameters, without DeepSpeed's "
+                    "offload.optimizer, communication.overlap and bucket sizes; leave them unset, or use adamw or lion"
+                )
         return self
 
     @property
@@ -297,7 +322,7 @@ class TrainerInput(Settings):
     """Steps planned."""
     warmup_steps: int = 0
     """Steps of each warm-up, resolved."""
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Literal["fp32", "bf16", "fp16", "autocast", "fp8"]
     """Arithmetic, resolved."""
     micro_batch: int
     """Sequences in one forward pass of one rank, resolved; halved after memory ran out."""

@@ -16,6 +16,7 @@ from trainer import experts
 from trainer.config import TrainConfig, TrainerInput
 from trainer.errors import ConfigError
 from trainer.optimizers import build_optimizer
+from trainer.parallel import WHOLE_MATRIX_OPTIMIZERS
 
 
 def start_process_group(device: torch.device) -> None:
@@ -36,8 +37,13 @@ def deepspeed_configuration(settings: TrainerInput, load_universal: bool) -> dic
         "gradient_accumulation_steps": settings.accumulation_steps,
         "gradient_clipping": train.gradient_clipping,
         "steps_per_print": 2**31,
-        "bf16": {"enabled": settings.precision == "bf16"},
+        "bf16": {"enabled": settings.precision in ("bf16", "fp8")},
         "fp16": {"enabled": settings.precision == "fp16"},
+        "torch_autocast": {
+            "enabled": settings.precision == "autocast",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # those whose gradients would be reduced in bf16
+        },
         "zero_optimization": _zero_optimization(settings),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -80,12 +86,14 @@ def _zero_optimization(settings: TrainerInput) -> dict[str, Any]:
 
 
 def zero_stage(settings: TrainerInput) -> int:
-    """The ZeRO stage in force.
+    """DeepSpeed's ZeRO stage in force: 0 where the optimizer shards by whole parameters itself.
 
-    bf16 takes at least 1: DeepSpeed's wrapper for stage 0 steps the optimizer once on gradients of
+    bf16 and fp16 take at least 1: DeepSpeed's wrapper for stage 0 steps the optimizer once on gradients of
     zero when it starts, so that Adam's bias correction would be a step ahead from then on.
     """
-    return max(settings.train.zero_stage, int(settings.precision == "bf16"))
+    if settings.train.optimizer in WHOLE_MATRIX_OPTIMIZERS:
+        return 0
+    return max(settings.train.zero_stage, int(settings.precision in ("bf16", "fp16", "fp8")))
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,17 +25,19 @@ from trainer.engine import shard_parts, start_engine, whole_weights
 from trainer.flops import flops_per_token
 from trainer.heartbeat import Heartbeat
 from trainer.journal import Journal
-from trainer.model import DTYPES, build_model, check_document_mask, load_tokenizer, save_model
+from trainer.model import build_model, check_document_mask, load_tokenizer, save_model
 from trainer.parts import Part
 from trainer.parts.checkpoints import Checkpoints, go_on_from
 from trainer.parts.divergence import DivergenceCheck
 from trainer.parts.evaluation import PeriodicEvaluation
+from trainer.parts.loss_scale import LossScale
 from trainer.parts.preemption import Preemption
 from trainer.parts.profiler import Profiler
 from trainer.parts.recorder import Recorder
 from trainer.parts.routing import Routing
 from trainer.parts.utilisation import Utilisation
 from trainer.parts.z_loss import ZLoss
+from trainer.precision import WEIGHTS, use_fp8
 from trainer.schedule import rate_at
 from trainer.step import TrainingStep
 from trainer.ulysses import divide_sequences
@@ -71,7 +73,7 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         settings.model,
         tokenizer,
         settings.sequence_length,
-        DTYPES[settings.precision],
+        WEIGHTS[settings.precision],
         settings.train.seed,
         finish=shard_parts(settings),
     )
@@ -79,6 +81,8 @@ def train(settings: TrainerInput, device: torch.device) -> None:
         use_chunked_head(model)
     routing = Routing.of(model)
     parts = parts_of(settings, shards, flops_per_token(model, settings.sequence_length), routing)
+    if settings.precision == "fp8":
+        use_fp8(model, device)
     checkpoint_activations(model, settings.train.activation_checkpointing)
     engine = start_engine(model, settings, load_universal=resume is not None and resume.universal is not None)
     if settings.document_mask:
@@ -116,6 +120,8 @@ def parts_of(settings: TrainerInput, shards: ShardSet, flops_per_token: float, r
         parts.append(ZLoss())
     if routing:
         parts.append(routing)
+    if settings.precision == "fp16":
+        parts.append(LossScale())
     if train.evaluation.every:
         stream = shards.stream("validation")
         parts.append(PeriodicEvaluation(train.evaluation.every, train.evaluation.batches, stream))

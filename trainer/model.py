@@ -1,8 +1,7 @@
-"""The model: built by transformers from the configuration, its loss, and the precision it runs best in."""
+"""The model, built by transformers from the configuration, and its loss."""
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,8 +14,6 @@ from trainer.chunked_head import Criterion, summed_cross_entropy, summed_over_lo
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
 from trainer.settings import nearest
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_configuration(
@@ -381,25 +378,3 @@ def load_tokenizer(directory: Path | str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(directory))
-
-
-def pick_precision(config: ModelConfig, tokenizer: Any, sequence_length: int, device: torch.device) -> str:
-    """bf16 where the device has it and trains faster with it, else fp32.
-
-    On CPUs this depends on instruction set and kernels, so one forward and backward pass of the
-    model decides. bf16 has to win by a tenth, since it also pays for keeping fp32 weights.
-    """
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
-    tokens = torch.zeros(max(1, 1024 // sequence_length), sequence_length, dtype=torch.long)
-
-    def seconds(precision: str) -> float:
-        model = build_model(config, tokenizer, sequence_length, DTYPES[precision], seed=0)
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            loss_of(model, tokens, tokens).backward()
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    return "bf16" if seconds("bf16") * 1.1 < seconds("fp32") else "fp32"

@@ -1,34 +1,29 @@
-"""Optimizers by name, from torch, with their parameter groups."""
+"""Optimizers by name, each from a library, with their parameter groups."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.config import TrainConfig
+from trainer.parallel import WHOLE_MATRIX_OPTIMIZERS
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer that ``train.optimizer`` names, over all trainable parameters of ``model``.
 
-    Every group carries ``peak_lr``, its learning rate at the schedule's peak.
+    Every group carries all of its settings, and ``peak_lr``, its learning rate at the schedule's peak.
     """
-    adamw: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": 1e-8, "fused": True}
-    hidden, decayed, plain = _split(model)
-    if config.optimizer == "muon":
-        rest = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        optimizer: torch.optim.Optimizer = MuonWithAdamW(hidden, rest, config, adamw)
+    groups = _parameter_groups(model, config)
+    kind = _class_of(config.optimizer)
+    if config.zero_stage == 1 and config.optimizer in WHOLE_MATRIX_OPTIMIZERS:
+        from trainer.optimizer_sharding import ShardedByParameter  # slow to import
+
+        optimizer: torch.optim.Optimizer = ShardedByParameter(groups, kind)
     else:
-        groups = [
-            {"params": hidden + decayed, "weight_decay": config.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, **adamw)
+        optimizer = kind(groups)
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
     return optimizer
@@ -40,8 +35,55 @@ def set_rate(optimizer: Any, share: float) -> None:
         group["lr"] = group["peak_lr"] * share
 
 
-def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Hidden matrices; an output head of its own and experts; the rest: embeddings, norms, biases, convolutions."""
+def _class_of(name: str) -> type[Any]:
+    if name == "adafactor":
+        # torch's own caps the rate at 1 / sqrt(step), whatever the schedule says
+        from transformers.optimization import Adafactor
+
+        return Adafactor
+    if name == "lion":
+        from lion_pytorch import Lion  # its foreach variant fails where ZeRO 3 steps a group without gradients
+
+        return Lion
+    return MuonWithAdamW if name == "muon" else torch.optim.AdamW
+
+
+def _parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Parameters that share their settings: hidden matrices of Muon, then those that decay, then the rest."""
+    betas = {"betas": (config.beta1, config.beta2)}
+    adamw = {**betas, "eps": 1e-8, "fused": True}
+    kinds: dict[str, dict[str, Any]] = {
+        "adamw": adamw,
+        "muon": {**adamw, "hidden": False},
+        "lion": betas,
+        "adafactor": {"scale_parameter": True, "relative_step": False},
+    }
+    settings = kinds[config.optimizer]
+    hidden, decayed, plain = _split(model, config.no_weight_decay)
+    groups = []
+    if config.optimizer == "muon":
+        muon = config.muon
+        groups.append(
+            {
+                "params": hidden,
+                "hidden": True,
+                "lr": muon.learning_rate,
+                "momentum": muon.momentum,
+                "weight_decay": muon.weight_decay,
+                "ns_steps": muon.newton_schulz_steps,
+            }
+        )
+    else:
+        decayed = hidden + decayed
+    for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0)):
+        groups.append({"params": parameters, "lr": config.learning_rate, "weight_decay": decay, **settings})
+    return [group for group in groups if group["params"]]
+
+
+def _split(
+    model: nn.Module, without_decay: Sequence[str]
+) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Hidden matrices; what else decays, as experts and an output head that is not tied; and what does not."""
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = {id(p) for p in head.parameters()} if head is not None else set()
@@ -52,14 +94,17 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], li
         if not parameter.requires_grad:
             continue
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves a part of it here
-        if ".experts." in name and len(shape) == 3:  # a matrix an expert, stacked
-            decayed.append(parameter)
-        elif id(parameter) in embeddings or len(shape) != 2:
+        kind = "matrices"
+        if id(parameter) in embeddings:
+            kind = "embeddings"
+        elif len(shape) < 2:
+            kind = "biases" if name.endswith("bias") else "norms"
+        if kind in without_decay:
             plain.append(parameter)
-        elif id(parameter) in heads:
-            decayed.append(parameter)
-        else:
+        elif kind == "matrices" and len(shape) == 2 and id(parameter) not in heads:
             hidden.append(parameter)
+        else:
+            decayed.append(parameter)
     return hidden, decayed, plain
 
 
@@ -116,29 +161,16 @@ def orthogonalise(
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """torch's Muon for hidden matrices and torch's AdamW for the rest, as one optimizer.
+    """torch's Muon for groups that say ``hidden`` and torch's AdamW for the others, as one optimizer.
 
     Muon: Jordan et al. 2024. The two keep their own state; this class only makes them look like
     one, because the engine steps, saves and loads a single optimizer.
     """
 
-    def __init__(
-        self,
-        hidden: list[nn.Parameter],
-        rest: list[dict[str, Any]],
-        config: TrainConfig,
-        adamw: dict[str, Any],
-    ) -> None:
-        muon = config.muon
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        kinds = {True: StackedMuon, False: torch.optim.AdamW}
         self._parts: list[torch.optim.Optimizer] = [
-            StackedMuon(
-                hidden,
-                lr=muon.learning_rate,
-                momentum=muon.momentum,
-                weight_decay=muon.weight_decay,
-                ns_steps=muon.newton_schulz_steps,
-            ),
-            torch.optim.AdamW([g for g in rest if g["params"]], lr=config.learning_rate, **adamw),
+            kinds[hidden](chosen) for hidden in kinds if (chosen := [g for g in groups if g["hidden"] is hidden])
         ]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share_state()

@@ -13,6 +13,9 @@ MODELS_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 UNFINISHED = ("tensor", "pipeline")
 """What is not yet built."""
 
+WHOLE_MATRIX_OPTIMIZERS = ("adafactor", "muon")
+"""Their update of a weight depends on its rows and columns, so that no rank can do with a piece of it."""
+
 
 class ParallelConfig(Settings):
     """How the ranks divide what is more than the batch; the groups that this makes share the global batch."""
@@ -101,10 +104,9 @@ def check_pairings(parallel: ParallelConfig, zero_stage: int, optimizer: str, co
         raise ValueError(f"parallel: {' and '.join(divided)} cannot be combined; one of them may be more than 1")
     if parallel.tensor > 1 and zero_stage > 2:
         raise ValueError(f"zero_stage: {zero_stage} cannot be combined with parallel.tensor; use 0, 1 or 2")
-    if parallel.tensor > 1 and optimizer == "muon":
-        raise ValueError("optimizer: muon needs whole matrices, which parallel.tensor divides; use adamw")
-    if parallel.expert > 1 and optimizer == "muon":
-        raise ValueError("optimizer: muon cannot be combined with parallel.expert; use adamw")
+    for key in ("tensor", "expert"):
+        if getattr(parallel, key) > 1 and optimizer in WHOLE_MATRIX_OPTIMIZERS:
+            raise ValueError(f"optimizer: {optimizer} needs whole matrices, not those of parallel.{key}; use adamw")
     if parallel.pipeline > 1 and zero_stage > 1:
         raise ValueError(f"zero_stage: {zero_stage} cannot be combined with parallel.pipeline; use 0 or 1")
     if parallel.pipeline > 1 and compiled:

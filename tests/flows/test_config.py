@@ -104,7 +104,8 @@ def test_a_key_that_is_set_twice_is_refused_with_both_lines(refusal, addition, m
         ("  optimizer: sgd\n", "c.yaml:6: train.optimizer: Input should be 'adamw'"),
         (
             "  optimizer: AdamW2\n",
-            "c.yaml:6: train.optimizer: Input should be 'adamw' or 'muon' (it is 'AdamW2'). Did you mean adamw?",
+            "c.yaml:6: train.optimizer: Input should be 'adamw', 'adafactor', 'lion' or 'muon' (it is 'AdamW2'). "
+            "Did you mean adamw?",
         ),
         (
             "  schedule: {warmup: 0.1, warmup_steps: 5}\n",
@@ -176,9 +177,16 @@ def test_what_only_looks_like_a_date_or_a_number_is_a_text(load, text):
             "train.micro_batch: each of 1 data-parallel ranks has 32 sequences of the global batch, which",
         ),
         ("{steps: 1, ranks: 2, micro_batch: 32}", "train.micro_batch: each of 2 data-parallel ranks has 16 sequences"),
-        ("{steps: 1, optimizer: muon}", "train.optimizer: muon needs zero_stage: 0 and precision: fp32"),
-        ("{steps: 1, optimizer: muon, precision: bf16}", "train.optimizer: muon needs"),
-        ("{steps: 1, optimizer: muon, precision: fp32, zero_stage: 1}", "train.optimizer: muon needs"),
+        (
+            "{steps: 1, optimizer: muon, precision: bf16}",
+            "train.precision: bf16 shards or flattens the matrices that optimizer=muon updates whole; "
+            "use precision auto or fp32 or autocast, or optimizer adamw or lion",
+        ),
+        (
+            "{steps: 1, optimizer: muon, zero_stage: 1, offload: {optimizer: cpu}}",
+            "train.optimizer: muon is sharded by whole parameters, without DeepSpeed's offload.optimizer",
+        ),
+        ("{steps: 1, optimizer: adafactor, zero_stage: 2}", "train.zero_stage: 2 shards or flattens the matrices"),
     ],
 )
 def test_settings_that_clash_are_refused_with_the_numbers_that_clash(refusal, train, message):

@@ -15,7 +15,8 @@ from tests.trainer.live_bytes import LiveBytes
 from trainer.activations import checkpoint_activations
 from trainer.config import TrainerInput
 from trainer.engine import shard_parts, start_engine, start_process_group, whole_weights
-from trainer.model import DTYPES, build_model, load_tokenizer, loss_of, save_model
+from trainer.model import build_model, load_tokenizer, loss_of, save_model
+from trainer.precision import WEIGHTS
 
 STEPS, SEQUENCES, LENGTH, VOCABULARY = 4, 8, 32, 257
 FILE_BYTES = 60_000
@@ -70,7 +71,7 @@ def train(settings: TrainerInput, device: torch.device) -> dict[str, Any]:
             settings.model,
             tokenizer,
             settings.sequence_length,
-            DTYPES[settings.precision],
+            WEIGHTS[settings.precision],
             settings.train.seed,
             shard_parts(settings),
         )

@@ -1,4 +1,4 @@
-"""Optimizers: which parameter gets what, and Muon with AdamW exactly as torch's two side by side."""
+"""Optimizers: which parameter gets what, and each update against its library's or its paper's."""
 
 import copy
 
@@ -17,7 +17,8 @@ MUON = TrainConfig(
     weight_decay=0.1,
     muon=MuonConfig(learning_rate=0.05, momentum=0.9, weight_decay=0.02, newton_schulz_steps=3),
 )
-ADAMW = MUON.model_copy(update={"optimizer": "adamw"})
+ADAMW, LION, ADAFACTOR = (MUON.model_copy(update={"optimizer": name}) for name in ("adamw", "lion", "adafactor"))
+ALL = pytest.mark.parametrize("config", [ADAMW, MUON, LION, ADAFACTOR], ids=lambda config: config.optimizer)
 
 
 class Tiny(nn.Module):
@@ -63,7 +64,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dic
     return {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
 
 
-@pytest.mark.parametrize("config", [ADAMW, MUON], ids=lambda config: config.optimizer)
+@ALL
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(config):
     model = tiny()
     optimizer = build_optimizer(model, config)
@@ -71,6 +72,31 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(config):
     groups = by_name(model, optimizer)
     plain = {name for name, group in groups.items() if group["weight_decay"] == 0}
     assert plain == {"embedding.weight", "up.bias", "down.bias", "norm.weight", "norm.bias"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "plain"),
+    [
+        ([], set()),
+        (["norms"], {"norm.weight"}),
+        (["biases"], {"up.bias", "down.bias", "norm.bias"}),
+        (["embeddings"], {"embedding.weight"}),
+    ],
+)
+def test_what_does_not_decay_can_be_chosen(chosen, plain):
+    model = tiny()
+    groups = by_name(model, build_optimizer(model, ADAMW.model_copy(update={"no_weight_decay": chosen})))
+    assert {name for name, group in groups.items() if group["weight_decay"] == 0} == plain
+
+
+def test_an_embedding_that_is_also_the_head_counts_as_an_embedding():
+    model = tiny()
+    model.head.weight = model.embedding.weight
+    groups = by_name(model, build_optimizer(model, MUON))
+    assert groups["embedding.weight"]["weight_decay"] == 0
+    decaying = by_name(model, build_optimizer(model, MUON.model_copy(update={"no_weight_decay": ["norms", "biases"]})))
+    assert decaying["embedding.weight"]["weight_decay"] == 0.1
+    assert "betas" in decaying["embedding.weight"], "AdamW updates it, not Muon"
 
 
 def test_frozen_parameters_are_left_out():
@@ -108,7 +134,58 @@ def test_muon_with_adamw_is_torchs_muon_and_torchs_adamw_side_by_side():
     assert not same(ours, tiny())
 
 
-@pytest.mark.parametrize("config", [ADAMW, MUON], ids=lambda config: config.optimizer)
+def stepped(config: TrainConfig) -> list[tuple[str, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]]:
+    """For each parameter: its name, initial value, its gradients in two steps, and its values after each."""
+    model = tiny()
+    optimizer = build_optimizer(model, config)
+    records = [(name, parameter.detach().clone(), [], []) for name, parameter in model.named_parameters()]
+    for step in range(2):
+        train(model, optimizer, first=step, steps=1)
+        for (_, parameter), (_, _, gradients, values) in zip(model.named_parameters(), records, strict=True):
+            gradients.append(parameter.grad.clone())
+            values.append(parameter.detach().clone())
+    return records
+
+
+def decay_of(name: str) -> float:
+    return 0.1 if name in ("up.weight", "down.weight", "head.weight") else 0.0
+
+
+def test_lion_is_the_formula_of_its_paper():
+    # Chen et al. 2023, algorithm 2: c = b1 m + (1 - b1) g; w -= rate (sign(c) + decay w); m = b2 m + (1 - b2) g
+    for name, weight, gradients, values in stepped(LION):
+        mean = torch.zeros_like(weight)
+        for gradient, value in zip(gradients, values, strict=True):
+            direction = (0.9 * mean + 0.1 * gradient).sign()
+            weight = weight - 3e-3 * (direction + decay_of(name) * weight)
+            mean = 0.95 * mean + 0.05 * gradient
+            torch.testing.assert_close(value, weight, atol=1e-7, rtol=1e-6)
+
+
+def test_adafactor_is_the_formula_of_its_paper_at_the_rate_of_the_schedule():
+    # Shazeer and Stern 2018, algorithms 4 and 5, with the rate in place of the relative step size
+    def rms(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.square().mean().sqrt()
+
+    for name, weight, gradients, values in stepped(ADAFACTOR):
+        rows = columns = mean = 0.0
+        for step, (gradient, value) in enumerate(zip(gradients, values, strict=True), start=1):
+            kept = 1 - step**-0.8
+            square = gradient.square() + 1e-30
+            if weight.ndim == 2:
+                rows = kept * rows + (1 - kept) * square.sum(1, keepdim=True)
+                columns = kept * columns + (1 - kept) * square.sum(0, keepdim=True)
+                variance = rows * columns / rows.sum()
+            else:
+                variance = mean = kept * mean + (1 - kept) * square
+            update = gradient / variance.sqrt()
+            update = update / max(1.0, rms(update).item())
+            rate = 3e-3 * max(1e-3, rms(weight).item())
+            weight = weight - rate * decay_of(name) * weight - rate * update
+            torch.testing.assert_close(value, weight, atol=1e-7, rtol=1e-5)
+
+
+@ALL
 def test_saving_and_loading_in_the_middle_changes_no_bit(config, tmp_path):
     straight, resumed = tiny(), tiny()
     train(straight, build_optimizer(straight, config), steps=8)
@@ -125,7 +202,7 @@ def test_saving_and_loading_in_the_middle_changes_no_bit(config, tmp_path):
     assert same(straight, other)
 
 
-@pytest.mark.parametrize("config", [ADAMW, MUON], ids=lambda config: config.optimizer)
+@ALL
 def test_the_rate_is_a_share_of_each_groups_peak_also_after_loading(config):
     model = tiny()
     optimizer = build_optimizer(model, config)

@@ -55,8 +55,16 @@ def test_sizes_that_do_not_divide_are_refused(train: dict[str, Any], message: st
     [
         ({"tensor": 2, "pipeline": 2}, {}, "parallel: tensor and pipeline cannot be combined"),
         ({"tensor": 2}, {"zero_stage": 3}, "zero_stage: 3 cannot be combined with parallel.tensor; use 0, 1 or 2"),
-        ({"tensor": 2}, {"optimizer": "muon"}, "optimizer: muon needs whole matrices"),
-        ({"expert": 2}, {"optimizer": "muon"}, "optimizer: muon cannot be combined with parallel.expert; use adamw"),
+        (
+            {"tensor": 2},
+            {"optimizer": "muon"},
+            "optimizer: muon needs whole matrices, not those of parallel.tensor; use adamw",
+        ),
+        (
+            {"expert": 2},
+            {"optimizer": "muon"},
+            "optimizer: muon needs whole matrices, not those of parallel.expert; use adamw",
+        ),
         ({"expert": 2, "sequence": 2}, {}, "parallel: expert and sequence cannot be combined"),
         ({"pipeline": 2}, {"zero_stage": 2}, "zero_stage: 2 cannot be combined with parallel.pipeline; use 0 or 1"),
         ({"pipeline": 2}, {"compiled": True}, "compile: cannot be combined with parallel.pipeline"),

@@ -13,6 +13,7 @@ from trainer.checkpoint import checkpoint_directories, find_newest_valid
 from trainer.config import TrainerInput
 from trainer.data.packing import plan_name, write_plan
 from trainer.data.shards import ShardSet
+from trainer.errors import DataError
 
 
 def forget_what_came_after(settings: TrainerInput, step: int) -> None:
@@ -52,11 +53,23 @@ def assert_equal(left: Any, right: Any, where: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("optimizer", "zero_stage", "precision", "learning_rate"),
+    [
+        ("adamw", 0, "fp32", 1e-3),
+        ("lion", 1, "bf16", 1e-3),
+        ("adamw", 2, "autocast", 1e-3),
+        ("lion", 3, "bf16", 1e-3),
+        ("muon", 1, "fp32", 1e-3),
+        ("adafactor", 1, "autocast", 0.05),
+    ],
+)
 def test_a_resumed_run_ends_in_the_same_bits(
-    new_run: Callable[..., TrainerInput], zero_stage: int, precision: str
+    new_run: Callable[..., TrainerInput], optimizer: str, zero_stage: int, precision: str, learning_rate: float
 ) -> None:
-    settings = new_run("undisturbed", precision=precision, zero_stage=zero_stage)
+    settings = new_run(
+        "undisturbed", precision=precision, zero_stage=zero_stage, optimizer=optimizer, learning_rate=learning_rate
+    )
     undisturbed = run(settings)
     shutil.copytree(settings.run_dir / "checkpoints" / "step-00000006", settings.run_dir / "expected")
 
@@ -65,6 +78,7 @@ def test_a_resumed_run_ends_in_the_same_bits(
 
     assert_same_state(settings.run_dir / "expected", settings.run_dir / "checkpoints" / "step-00000006")
     assert losses(resumed) == losses(undisturbed)
+    assert losses(resumed)[6] < losses(resumed)[1] - 0.05, "it learns"
     assert [record["step"] for record in resumed if "step" in record and "event" not in record] == [1, 2, 3, 4, 5, 6]
 
 
@@ -77,12 +91,15 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(new_run: Call
     assert weights[0] == weights[1] != weights[2]
 
 
-@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(
+    ("optimizer", "zero_stage", "precision"),
+    [("adamw", 0, "fp32"), ("adamw", 1, "fp32"), ("adamw", 2, "bf16"), ("muon", 1, "fp32")],
+)
 def test_a_run_goes_on_with_another_world_size(
-    new_run: Callable[..., TrainerInput], zero_stage: int, precision: str
+    new_run: Callable[..., TrainerInput], optimizer: str, zero_stage: int, precision: str
 ) -> None:
     no_dropout = {"attention_dropout": 0.0}
-    settings = new_run("two-ranks", precision=precision, zero_stage=zero_stage, model=no_dropout)
+    settings = new_run("two-ranks", precision=precision, zero_stage=zero_stage, optimizer=optimizer, model=no_dropout)
     undisturbed = losses(run(settings))
     for ranks in (1, 4):
         forget_what_came_after(settings, step=3)
@@ -90,6 +107,17 @@ def test_a_run_goes_on_with_another_world_size(
         resumed = losses(run(settings.model_copy(update={"train": train})))
         tolerance = 1e-5 if precision == "fp32" else 5e-3
         assert [resumed[step] for step in range(1, 7)] == pytest.approx(list(undisturbed.values()), abs=tolerance)
+
+
+def test_a_state_that_deepspeed_cannot_divide_anew_is_refused_with_the_ranks_that_can_go_on(
+    new_run: Callable[..., TrainerInput],
+) -> None:
+    settings = new_run("lion", zero_stage=1, optimizer="lion", steps=4)
+    run(settings)
+    forget_what_came_after(settings, step=3)
+    train = settings.train.model_copy(update={"ranks": 1})
+    with pytest.raises(DataError, match=r"step-00000003: written by 2 ranks, .* optimizer=lion .* train\.ranks=2\."):
+        run(settings.model_copy(update={"train": train}))
 
 
 def test_accumulation_and_ranks_do_not_change_the_losses(new_run: Callable[..., TrainerInput]) -> None:

@@ -1,5 +1,6 @@
 """Writes the record of the last steps into the journal and the log."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class Recorder(Part):
             "train/data_wait_fraction": (waited - self.waited) / seconds,
         }
         norm = run.engine.get_global_grad_norm()
-        if norm is not None:  # unknown where nothing is clipped
+        if norm is not None and math.isfinite(norm):  # unknown where nothing is clipped, infinite where it overflows
             metrics["train/gradient_norm"] = float(norm)
         for part in run.parts:
             metrics |= part.metrics(run)

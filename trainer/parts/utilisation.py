@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import distributed
 
 from trainer.flops import peak_flops
-from trainer.model import DTYPES
 from trainer.parts import Part
+from trainer.precision import PRODUCTS
 
 if TYPE_CHECKING:
     from trainer.loop import Run
@@ -26,7 +26,7 @@ class Utilisation(Part):
     def at_start(self, run: "Run") -> None:
         """Find the devices' peak, and note at the run's beginning which was taken."""
         if run.leads:
-            found = peak_flops(run.device, DTYPES[run.settings.precision], run.settings.run_dir)
+            found = peak_flops(run.device, PRODUCTS[run.settings.precision], run.settings.run_dir)
             self.peak = found["flops"] * distributed.get_world_size()
             if run.progress.step == 0:
                 run.note("device_peak", **found)
