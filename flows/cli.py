@@ -179,16 +179,18 @@ def _data(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from trainer.data.shards import ShardSet
-    from trainer.durable import faults
+    from trainer.durable import faults, read_manifest
 
     directory = Path(options.directory)
     if options.action == "info":
         from tasks.tokenize import describe
 
         return _print(describe(directory), options.json)
-    ShardSet.open(directory)
     found = faults(directory)
-    files = len(ShardSet.open(directory).manifest["files"])
+    manifest = read_manifest(directory)
+    if manifest is None or not found:
+        manifest = ShardSet.open(directory).manifest
+    files = len(manifest.get("files", []))
     if options.json:
         print(json.dumps({"directory": str(directory), "files": files, "valid": not found, "faults": found}))
     else:

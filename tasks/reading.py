@@ -267,7 +267,7 @@ def _separated(file: SourceFile, separator: bytes, where: str, part: Part | None
                 if text:
                     yield Document(f"{name}:{number}", text)
     except UNREADABLE as error:
-        yield BadRecord(where, None, f"cannot be read further: {error}")
+        yield BadRecord(where, None, f"cannot be read further: {error}", cuts_off=True)
     if not number:
         yield BadRecord(where, None, "empty")
 
@@ -296,8 +296,8 @@ def _texts(
         faults = [(field, fault) for field in fields if (fault := _fault_of(record[field], len(fields) > 1))]
         if faults:
             yield BadRecord(where, line, f"field {faults[0][0]!r} {faults[0][1]}")
-        elif text := reading.text(source, record):
-            yield Document(f"{base}:{line}", text)
+        elif any(record[field] for field in fields):
+            yield Document(f"{base}:{line}", reading.text(source, record))
         else:
             yield BadRecord(where, line, "all its fields are empty")
     if not found and seen:

@@ -41,6 +41,8 @@ class BadRecord:
     file: str
     line: int | None
     reason: str
+    cuts_off: bool = False
+    """Whether what follows it in the file could not be read either."""
 
     def __str__(self) -> str:
         return f"{self.file}{f':{self.line}' if self.line else ''}: {self.reason}"
@@ -61,7 +63,7 @@ def read_records(path: Path, kind: str, where: str, fields: list[str], part: Par
             yield from _arrow_rows(path, fields, part)
         elif kind == ".csv":
             with open_bytes(path) as stream:
-                yield from enumerate(_csv_rows(stream), 2)
+                yield from enumerate(_csv_rows(stream, where), 2)
         elif not (part and part.start) and holds_list(path):
             with open_bytes(path) as stream:
                 yield from enumerate(_json_list(stream), 1)
@@ -69,7 +71,7 @@ def read_records(path: Path, kind: str, where: str, fields: list[str], part: Par
             with open_bytes(path, part) as stream:
                 yield from _json_lines(stream, where)
     except UNREADABLE as error:
-        yield 0, BadRecord(where, None, f"cannot be read further: {error}")
+        yield 0, BadRecord(where, None, f"cannot be read further: {error}", cuts_off=True)
 
 
 def row_parts(path: Path, kind: str, size: int) -> Iterator[Part]:
@@ -113,6 +115,7 @@ def _arrow_rows(path: Path, fields: list[str], part: Part | None) -> Iterator[tu
             return
         if not part or number >= part.start:
             wanted = batch.select(fields) if set(fields) <= set(batch.schema.names) else batch
+            wanted.validate(full=True)  # lengths that lead out of the file would end the process
             pieces = (wanted.slice(start, _ROWS) for start in range(0, batch.num_rows, _ROWS))
             yield from enumerate((row for piece in pieces for row in piece.to_pylist()), first)
         first += batch.num_rows
@@ -133,11 +136,21 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
     yield from (table.get_batch(number) for number in range(table.num_record_batches))
 
 
-def _csv_rows(stream: Any) -> Iterator[dict[str, Any]]:
+def _csv_rows(stream: Any, where: str) -> Iterator[dict[str, Any] | BadRecord]:
     # Python's limit of 128 KiB is shorter than many documents; without one, a quote that never ends takes all memory
     csv.field_size_limit(RECORD_BYTES)
     # bytes that are not UTF-8 become lone surrogates, so that only their own record is refused
-    yield from csv.DictReader(line.decode("utf-8", "surrogateescape") for line in _csv_lines(stream))
+    lines = (line.decode("utf-8", "surrogateescape") for line in _csv_lines(stream))
+    rows = csv.DictReader(lines, strict=True)
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "end of data" in str(error) or "limit" in str(error):  # a quote that never ends took what follows
+                raise
+            yield BadRecord(where, rows.line_num, f"not CSV: {error}")
 
 
 def _csv_lines(stream: Any) -> Iterator[bytes]:

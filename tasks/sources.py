@@ -101,9 +101,9 @@ def _files(home: Home, hashes: FileHashes, number: int, source: SourceConfig, ke
         found = _local(os.path.abspath(os.path.expanduser(pattern)), source, where)
     if not found:
         raise DataError(f"{where}: {source.path!r} holds no file{' that is not excluded' if source.exclude else ''}.")
-    for name, path in found.items():
+    for path in found.values():
         try:
-            name.encode()
+            str(path).encode()
         except UnicodeEncodeError:
             raise DataError(f"{where}: the name of {os.fsencode(path)!r} is not UTF-8. Rename or exclude it.") from None
     try:
@@ -127,7 +127,11 @@ def _local(pattern: str, source: SourceConfig, where: str) -> dict[str, Path]:
         if not paths:
             raise DataError(f"{where}: nothing is at {source.path!r} (looked at {pattern}). Check the path.")
     kept = {Path(path) for path in paths if not any(fnmatch.fnmatch(path, p) for p in source.exclude)}
-    return {str(path.relative_to(root)): path for path in sorted(kept) if path.is_file()}
+    # of links that lead to one file, as in a loop, the shortest way
+    files = {
+        os.path.realpath(path): path for path in sorted(kept, key=lambda path: (len(path.parts), path), reverse=True)
+    }
+    return {str(path.relative_to(root)): path for path in sorted(files.values()) if path.is_file()}
 
 
 def _hub_data_set(number: int, source: SourceConfig) -> SourceFile:

@@ -76,6 +76,10 @@ def open_bytes(path: Path, part: Part | None = None) -> Any:
     suffix = path.suffix.lower()
     if suffix in _ZSTANDARD:
         return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    if ".tar" in path.suffixes[-2:] or suffix == ".tgz":
+        raise ValueError("an archive of files: unpack it")
+    if suffix == ".zip" and len(zipfile.ZipFile(path).namelist()) != 1:
+        raise ValueError("a zip file that does not hold exactly one file: unpack it")
     if suffix not in COMPRESSIONS:
         return open(path, "rb")
     import fsspec

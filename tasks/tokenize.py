@@ -34,7 +34,7 @@ from tasks.tokenizer import TokenizerConfig
 from tasks.units import Builders, Rules, Unit, facts
 from trainer.data.shards import FORMAT_VERSION as SHARD_FORMAT
 from trainer.data.shards import ShardSet
-from trainer.durable import faults, read_manifest, shared
+from trainer.durable import faults, read_sealed, shared
 from trainer.errors import DataError
 from trainer.settings import OPERATIONAL, Settings, fingerprint
 
@@ -150,7 +150,8 @@ def tokenize(
         path, cached = build_once(home, "shards", name, build, known)
     if not cached:
         clean(home)
-    _refuse_too_many_bad(ShardSet.open(path).manifest["records"], config.bad_record_limit)
+    manifest = ShardSet.open(path).manifest
+    _refuse_too_many_bad(manifest["records"], len(manifest["inputs"]), config.bad_record_limit)
     return Reference(path=path, fingerprint=name, cached=cached)
 
 
@@ -175,7 +176,7 @@ def _layers(home: Home, family: str, files: list[SourceFile]) -> list[list[Sourc
     present = {_key(file.identity()): file for file in files}
     best: list[list[SourceFile]] = []
     for path in sorted((home.path / "shards").glob("[!.]*")):
-        manifest = read_manifest(path) or {}
+        manifest = read_sealed(path) or {}
         if manifest.get("kind") != "shards" or manifest.get("family") != family:
             continue
         inputs = [entry for entry in manifest["inputs"] if not entry["validation"]]
@@ -358,14 +359,18 @@ class _Tokenizing:
         return [str(BadRecord(**json.loads(line))) for line in lines[: max(0, examples)]]
 
     def _check(self, records: dict[str, Any], shards: list[dict[str, Any]]) -> None:
-        _refuse_too_many_bad(records, self.config.bad_record_limit)
+        files = sum(len(layer) for layer in [self.validation_files, *self.layers])
+        _refuse_too_many_bad(records, files, self.config.bad_record_limit)
         if records["bad"]:
             logger.warning(
                 "%d records were put into quarantine.jsonl; first: %s", records["bad"], records["first_bad"][0]
             )
-        for number in range(len(self.config.sources)):
-            if not any(s["split"] == "train" and s["source"] == number for s in shards):
-                raise DataError(f"data.sources[{number}]: no document of it is left for training.")
+        present = {shard["source"] for shard in shards if shard["split"] == "train"}
+        for number in sorted(set(range(len(self.config.sources))) - present):
+            problem = f"data.sources[{number}]: no document of it is left for training."
+            if self.config.weights or not present:
+                raise DataError(f"{problem} {_left_out(records)}")
+            logger.warning("%s %s", problem, _left_out(records))
         if not any(shard["split"] == "validation" for shard in shards):
             raise DataError(
                 f"data.validation_fraction: no document of {records['read']} fell into the validation split. "
@@ -409,12 +414,27 @@ def _link(origin: Path, place: Path) -> bool:
     return True
 
 
-def _refuse_too_many_bad(records: dict[str, Any], limit: float) -> None:
+def _left_out(records: dict[str, Any]) -> str:
+    """Where records went that became no training document."""
+    causes = {"bad": "unreadable", "too_short": "shorter than data.minimum_length",
+              "too_long": "longer than data.maximum_length", "duplicate": "duplicates",
+              "held_out": "also in the validation sources"}  # fmt: skip
+    counts = [f"{records[key]} {cause}" for key, cause in causes.items() if records.get(key)]
+    return f"Of {records['read']} records {', '.join(counts) or 'all others are held out'}."
+
+
+def _refuse_too_many_bad(records: dict[str, Any], files: int, limit: float) -> None:
+    cut_off = records.get("cut_off", 0)
     if records["bad"] > limit * records["read"]:
-        raise DataError(
-            f"data.sources: {records['bad']} of {records['read']} records cannot be used, more than "
-            f"data.bad_record_limit={limit:g} allows. First: {'; '.join(records['first_bad'])}"
-        )
+        problem = f"{records['bad']} of {records['read']} records cannot be used"
+    elif cut_off > limit * files:  # nobody knows how many records these lost
+        problem = f"{cut_off} of {files} files cannot be read to their end"
+    else:
+        return
+    raise DataError(
+        f"data.sources: {problem}, more than data.bad_record_limit={limit:g} allows. "
+        f"First: {'; '.join(records['first_bad'])}"
+    )
 
 
 def describe(directory: Path) -> dict[str, Any]:

@@ -171,6 +171,8 @@ class _Writing:
 
     def _quarantine(self, record: BadRecord) -> None:
         self.records["bad"] += 1
+        if record.cuts_off:
+            self.records["cut_off"] += 1
         with open(self.directory / "quarantine.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(vars(record)) + "\n")
 

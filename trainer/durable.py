@@ -138,6 +138,12 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     return manifest if isinstance(manifest, dict) else None
 
 
+def read_sealed(directory: Path) -> dict[str, Any] | None:
+    """The manifest of ``directory`` where it is as it was written, or None."""
+    manifest = read_manifest(directory)
+    return manifest if manifest and manifest.get("checksum") == _checksum(manifest) else None
+
+
 def faults(directory: Path, hash_of: Callable[[Path], str] = hash_file) -> list[str]:
     """What is wrong with a sealed directory, one sentence each; empty when every byte is as recorded.
 

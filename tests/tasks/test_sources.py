@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -461,3 +463,47 @@ def test_a_damaged_memory_of_hashes_stops_nobody(tmp_path, content):
 def test_a_memory_of_hashes_that_cannot_be_written_stops_nobody(tmp_path):
     path = Path(make(tmp_path / "a.txt", "one"))
     assert len(FileHashes(tmp_path / "nowhere" / "hashes")(path)) == 64
+
+
+def test_links_in_a_circle_give_every_file_once(work, tmp_path):
+    make(tmp_path / "text" / "deep" / "zoo.txt", "one")
+    (tmp_path / "text" / "deep" / "a-loop").symlink_to(".")
+    (tmp_path / "text" / "around").symlink_to("deep")
+    assert [file.name for file in files(work, str(tmp_path / "text"))] == ["around/zoo.txt"]
+
+
+@pytest.mark.parametrize("name", ["two.zip", "a.tar", "a.tar.gz", "a.tgz"])
+def test_an_archive_of_files_is_refused_and_never_read_in_part(work, tmp_path, name):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    if name == "two.zip":
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.write(tmp_path / "a.txt", "a.txt")
+            archive.write(tmp_path / "b.txt", "b.txt")
+    else:
+        with tarfile.open(tmp_path / name, "w:gz" if name != "a.tar" else "w") as archive:
+            archive.add(tmp_path / "a.txt", "a.txt")
+    (file,) = resolve(work, [SourceConfig(path=str(tmp_path / name))], "s")
+    (bad,) = read_documents(file, Reading())
+    assert isinstance(bad, BadRecord) and "unpack it" in bad.reason
+
+
+@pytest.mark.parametrize("offset", [0x7F000000, -5])
+def test_an_arrow_file_whose_lengths_lead_out_of_it_is_a_bad_record(work, tmp_path, offset):
+    texts = pa.array([f"text {number}" for number in range(900)])
+    offsets = np.frombuffer(texts.buffers()[1], np.int32).copy()
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), pa.schema([("text", pa.string())])) as writer:
+        writer.write_batch(pa.record_batch([texts], ["text"]))
+    content = (tmp_path / "a.arrow").read_bytes()
+    place = content.index(offsets[400:420].tobytes())
+    (tmp_path / "a.arrow").write_bytes(content[:place] + np.int32(offset).tobytes() + content[place + 4 :])
+    (file,) = resolve(work, [SourceConfig(path=str(tmp_path / "a.arrow"))], "s")
+    *_, last = read_documents(file, Reading())
+    assert isinstance(last, BadRecord) and last.cuts_off
+
+
+def test_fields_of_a_template_that_are_all_empty_are_no_document(work, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": "", "b": ""}\n{"a": "x", "b": ""}\n')
+    (file,) = resolve(work, [SourceConfig(path=str(tmp_path / "a.jsonl"))], "s")
+    empty, kept = read_documents(file, Reading(template="{a}: {b}"))
+    assert (empty.reason, kept.text) == ("all its fields are empty", "x: ")

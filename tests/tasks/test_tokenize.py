@@ -1,5 +1,6 @@
 """Tokenizers and shard sets: exact text in, exact text out, each split clean, each set built once and whole."""
 
+import gzip
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterTaskRunId
 from transformers import AutoTokenizer
 
+from tasks import tokenizer as tokenizer_stage
 from tasks.encoding import CANARY
 from tasks.home import Home
 from tasks.reading import Reading, text_digest, text_share
@@ -458,3 +460,62 @@ def test_a_second_builder_waits_for_the_first_and_takes_its_set(work, tmp_path):
             built, taken = (json.loads(line_of(one, "{")) for one in (first, second))
     assert (built["cached"], taken["cached"]) == (False, True)
     assert built["path"] == taken["path"]
+
+
+def json_list_cut_off(path: Path) -> None:
+    values = [json.dumps({"text": text}) for text in words(400)]
+    path.with_suffix(".json").write_text(f"[{', '.join(values[:300])} {', '.join(values[300:])}]")
+
+
+def json_lines_cut_off(path: Path) -> None:
+    lines(tmp := path.with_suffix(".jsonl"), [os.urandom(20).hex() for _ in range(3000)])
+    packed = gzip.compress(tmp.read_bytes())
+    tmp.unlink()
+    path.with_suffix(".jsonl.gz").write_bytes(packed[: len(packed) // 2])
+
+
+def quote_that_never_ends(path: Path) -> None:
+    rows = words(400)
+    rows[300] = f'"{rows[300]}'
+    path.with_suffix(".csv").write_text("\n".join(["text", *rows]))
+
+
+@pytest.mark.parametrize("write", [json_list_cut_off, json_lines_cut_off, quote_that_never_ends], ids=str)
+def test_a_file_that_breaks_off_is_refused_however_few_bad_records_that_is(work, tmp_path, write):
+    (tmp_path / "text").mkdir()
+    write(tmp_path / "text" / "a")
+    with pytest.raises(DataError, match="1 of 1 files cannot be read to their end"):
+        shards_of(work, data(str(tmp_path / "text")))
+    for number in range(150):  # one of so many may
+        (tmp_path / "text" / f"{number}.txt").write_text(words(1, number)[0])
+    assert ShardSet.open(shards_of(work, data(str(tmp_path / "text"))).path).manifest["records"]["cut_off"] == 1
+
+
+def test_a_damaged_manifest_of_another_set_stops_no_run(work, tmp_path):
+    lines(tmp_path / "a.jsonl", words(40))
+    first = shards_of(work, data(str(tmp_path / "*.jsonl")))
+    manifest = first.path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"inputs"', '"inputz"'))
+    lines(tmp_path / "b.jsonl", words(40, 1))
+    assert not faults(shards_of(work, data(str(tmp_path / "*.jsonl"))).path)
+
+
+def test_a_source_that_is_all_duplicates_stops_only_a_mixture(work, tmp_path):
+    lines(tmp_path / "a.jsonl", words(40))
+    lines(tmp_path / "b.jsonl", words(40))
+    twice = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert not faults(shards_of(work, data(*twice, deduplicate=True)).path)
+    weighted = [{"path": path, "weight": 1} for path in twice]
+    with pytest.raises(DataError, match=r"data.sources\[1\]: no document of it is left for training.*duplicates"):
+        shards_of(work, data(*weighted, deduplicate=True, minimum_length=1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_vocabulary_is_trained_on_a_part_of_one_large_document(work, tmp_path, seed, monkeypatch):
+    monkeypatch.setattr(tokenizer_stage, "_PIECE_CHARACTERS", 500)
+    (tmp_path / "a.txt").write_text(" ".join(words(3000, seed)))
+    config = data(
+        str(tmp_path / "a.txt"), tokenizer={"type": "bpe", "vocabulary_size": 300, "training_bytes": 4000},
+        validation_split="position",
+    )  # fmt: skip
+    assert tokenizer_of(work, config).path.exists()
