@@ -368,7 +368,7 @@ class _Tokenizing:
         present = {shard["source"] for shard in shards if shard["split"] == "train"}
         for number in sorted(set(range(len(self.config.sources))) - present):
             problem = f"data.sources[{number}]: no document of it is left for training."
-            if self.config.weights or not present:
+            if self.config.weights or not present or not self.config.deduplicate:
                 raise DataError(f"{problem} {_left_out(records)}")
             logger.warning("%s %s", problem, _left_out(records))
         if not any(shard["split"] == "validation" for shard in shards):

@@ -317,7 +317,9 @@ def test_bad_records_under_the_limit_are_listed_in_the_set(work, tmp_path):
     config = data(source, bad_record_limit=0.02)
     shards = shards_of(work, config).path
     listed = [json.loads(line) for line in (shards / "quarantine.jsonl").read_text().splitlines()]
-    assert listed == [{"file": source, "line": line, "reason": "field 'text' is not a text"} for line in (99, 100)]
+    assert listed == [
+        {"file": source, "line": line, "reason": "field 'text' is not a text", "cuts_off": False} for line in (99, 100)
+    ]
     manifest = ShardSet.open(shards).manifest
     assert {name: manifest["records"][name] for name in ("read", "bad")} == {"read": 100, "bad": 2}
     assert manifest["records"]["first_bad"] == [f"{source}:{line}: field 'text' is not a text" for line in (99, 100)]
