@@ -24,8 +24,7 @@ class ModelConfig(Settings):
     pretrained: str | None = None
     """Directory or hub name of weights to continue from; `type` and `config` are then read from there."""
     attention: Annotated[Literal["auto", "eager", "sdpa", "flash"], OPERATIONAL] = "auto"
-    """Kernel of the attention. auto: the best that torch has for the architecture, which is right nearly always;
-    flash: the flash-attn package, for long packed documents on GPUs; eager: to look into the attention's numbers."""
+    """Attention's kernel. auto: torch's best; flash: flash-attn, for long sequences on GPUs; eager: to look inside."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelConfig":
@@ -212,8 +211,7 @@ class TrainConfig(Settings):
     hang_timeout: Annotated[float, Gt(0), OPERATIONAL] = 600.0
     """Seconds without a finished step after which training is taken for hung, ended and resumed."""
     cross_entropy: Annotated[Literal["full", "chunked"], OPERATIONAL] = "full"
-    """chunked: never hold the logits of all tokens at once, for a quarter of the output projection's time more;
-    where a vocabulary of tens of thousands takes the memory."""
+    """chunked: never hold all tokens' logits at once: less memory with large vocabularies, a little more time."""
     tensorboard: Annotated[bool, OPERATIONAL] = False
     """Write TensorBoard's event files beside MLflow, into `tensorboard/` of the run directory."""
     profile: Annotated[ProfileConfig | None, OPERATIONAL] = None
