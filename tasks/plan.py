@@ -18,6 +18,7 @@ from tasks.tokenize import DataConfig, sources_fingerprint
 from tasks.tokenizer import TokenizerConfig
 from tasks.train import planned_steps
 from trainer.activations import ActivationCheckpointingConfig
+from trainer.adapters import check_adapter, frozen_bytes
 from trainer.config import ModelConfig, TrainConfig
 from trainer.durable import read_record, write_record
 from trainer.errors import ConfigError, MachineError
@@ -48,8 +49,8 @@ class Plan(BaseModel):
     """Fingerprint of the raw text."""
     facts: dict[str, Any]
     """text_bytes, steps and tokens (None while they depend on the shards), parameters,
-    memory_bytes_a_rank, activation_bytes_a_rank (which shrink by themselves where memory runs out),
-    memory_bytes_available, disk_bytes_needed, disk_bytes_free, seconds_expected."""
+    trained_parameters, memory_bytes_a_rank, activation_bytes_a_rank (which shrink by themselves where memory runs
+    out), memory_bytes_available, disk_bytes_needed, disk_bytes_free, seconds_expected."""
 
 
 def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -> Plan:
@@ -84,6 +85,8 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
 
         if missing := missing_operations(train):
             raise ConfigError(missing)
+    if model.adapter:
+        check_adapter(model.adapter, train.zero_stage, train.precision, train.parallel)
     text_bytes = sum(file.size for file in files + validation_files)
     tokens_in_text = text_bytes / (1 if data.tokenizer.type in ("byte", "char") else _BYTES_A_TOKEN)
     exact = train.epochs is None
@@ -106,7 +109,8 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
             f"{facts['memory_bytes_available'] / 2**30:.1f} GiB are there. Raise train.zero_stage or train.ranks, "
             "set train.offload, or shrink the model."
         )
-    facts["disk_bytes_needed"] = int(tokens_in_text * 4 + facts["parameters"] * (16 * (train.checkpoint.keep + 1) + 4))
+    parameters, trained = facts["parameters"], facts["trained_parameters"]
+    facts["disk_bytes_needed"] = int(tokens_in_text * 4 + trained * 16 * (train.checkpoint.keep + 1) + parameters * 4)
     facts["disk_bytes_free"] = shutil.disk_usage(home.path).free
     if facts["disk_bytes_needed"] > facts["disk_bytes_free"]:
         raise MachineError(
@@ -114,7 +118,9 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
             f"{facts['disk_bytes_free'] / 2**30:.1f} GiB are free. Free space, set FORGELINE_HOME, "
             "or lower train.checkpoint.keep."
         )
-    facts["seconds_expected"] = 6 * facts["active_parameters"] * tokens / facts["flops_a_second"]
+    # 2 a parameter and token forward, 2 backward to the layer below, and 2 to the parameter where it is trained
+    trained_share = trained / parameters
+    facts["seconds_expected"] = (4 + 2 * trained_share) * facts["active_parameters"] * tokens / facts["flops_a_second"]
     return Plan(files=files, validation_files=validation_files, sources=sources_fingerprint(files), facts=facts)
 
 
@@ -148,7 +154,7 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
     settings = model_configuration(model, _vocabulary_size(data.tokenizer), data.sequence_length)
     _check_sizes(settings)
     check_model(train.parallel, settings, data.sequence_length)
-    parameters = count_parameters(settings)
+    parameters, trained = count_parameters(settings, model.adapter)
     on_gpu = torch.cuda.is_available()
     rate = matrix_product_rate(torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     layout = train.layout
@@ -159,11 +165,17 @@ def _model_facts(home: Home, data: DataConfig, model: ModelConfig, train: TrainC
     experts, met = count_expert_parameters(settings)
     held = (parameters - experts) // (layout.tensor * layout.pipeline)  # taken to be divided evenly
     divided = train.parallel.expert
+    memory = memory_a_rank(held, train.zero_stage, layout.averaged, mixed, away)
+    memory += memory_a_rank(experts // divided, train.zero_stage, layout.averaged // divided, mixed, away)
+    if model.adapter:
+        memory = memory_a_rank(trained, train.zero_stage, layout.averaged, mixed, away)
+        frozen = frozen_bytes(model.adapter, parameters, whole=2 if mixed else 4)
+        memory += 0 if "parameters" in away else frozen // (layout.averaged if train.zero_stage == 3 else 1)
     facts = {
         "parameters": parameters,
+        "trained_parameters": trained,
         "active_parameters": parameters - int(experts * (1 - met)),
-        "memory_bytes_a_rank": memory_a_rank(held, train.zero_stage, layout.averaged, mixed, away)
-        + memory_a_rank(experts // divided, train.zero_stage, layout.averaged // divided, mixed, away),
+        "memory_bytes_a_rank": memory,
         "activation_bytes_a_rank": activations_a_rank(
             settings.get_text_config(), tokens // layout.sequence, mixed, train.activation_checkpointing
         ),

@@ -60,7 +60,8 @@ def run_fingerprint(home: Home, model: ModelConfig, train: TrainConfig, data: Da
     return fingerprint(
         "train",
         FORMAT_VERSION,
-        model=model.identity() if model.pretrained is None else {"pretrained": content_of(home, model.pretrained)},
+        # by the content of what it continues from, wherever that is
+        model={**model.identity(), **({"pretrained": content_of(home, model.pretrained)} if model.pretrained else {})},
         train=train.identity(),
         sequence_length=data.sequence_length,
         weights=data.weights,

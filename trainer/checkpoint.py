@@ -70,7 +70,8 @@ def save(engine: Any, settings: TrainerInput, progress: Progress, **content: Any
             discard(aside)
             aside.mkdir(parents=True)
         distributed.barrier()
-        engine.save_checkpoint(str(aside), tag=ENGINE, save_latest=False)
+        # beside an adapter the weights are frozen, and are those of `model.pretrained`
+        engine.save_checkpoint(str(aside), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
         torch.save(_random_state(), aside / f"random-rank-{distributed.get_rank():05d}.pt")
         distributed.barrier()
         if lead:
@@ -170,7 +171,10 @@ def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
 
 def load(engine: Any, resume: Resume) -> Progress:
     """Put the engine and the random generators into the checkpoint's state. Every rank has to call it."""
-    loaded, _ = engine.load_checkpoint(str(resume.universal or resume.directory), tag=ENGINE)
+    complete = all(parameter.requires_grad for parameter in engine.module.parameters())
+    loaded, _ = engine.load_checkpoint(
+        str(resume.universal or resume.directory), tag=ENGINE, load_module_strict=complete
+    )
     if loaded is None:
         raise DataError(f"{resume.directory}: DeepSpeed could not load it.")
     if resume.manifest["world_size"] == distributed.get_world_size():

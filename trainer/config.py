@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, PositiveInt, model_validator
 
 from trainer.activations import ActivationCheckpointingConfig
+from trainer.adapters import AdapterConfig
 from trainer.parallel import WHOLE_MATRIX_OPTIMIZERS, Layout, ParallelConfig, check_pairings
 from trainer.parts.profiler import ProfileConfig
 from trainer.settings import OPERATIONAL, Settings
@@ -25,11 +26,15 @@ class ModelConfig(Settings):
     """Directory or hub name of weights to continue from; `type` and `config` are then read from there."""
     attention: Annotated[Literal["auto", "eager", "sdpa", "flash"], OPERATIONAL] = "auto"
     """Attention's kernel. auto: torch's best; flash: flash-attn, for long sequences on GPUs; eager: to look inside."""
+    adapter: AdapterConfig | None = None
+    """Train a small adapter beside the pretrained weights in place of them: for large models on small machines."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelConfig":
         if self.pretrained and self.config:
             raise ValueError("config: cannot be set together with pretrained, whose own configuration is used")
+        if self.adapter and not self.pretrained:
+            raise ValueError("adapter: needs pretrained, the weights that it adapts")
         return self
 
 

@@ -15,6 +15,7 @@ from torch import distributed, nn
 
 from trainer import checkpoint
 from trainer.activations import checkpoint_activations
+from trainer.adapters import merge_adapter
 from trainer.checkpoint import Progress
 from trainer.chunked_head import check_chunked_head, use_chunked_head
 from trainer.config import TrainerInput
@@ -25,7 +26,7 @@ from trainer.engine import shard_parts, start_engine, whole_weights
 from trainer.flops import flops_per_token
 from trainer.heartbeat import Heartbeat
 from trainer.journal import Journal
-from trainer.model import build_model, check_document_mask, load_tokenizer, save_model
+from trainer.model import build_model, check_document_mask, load_pretrained, load_tokenizer, save_model
 from trainer.parts import Part
 from trainer.parts.checkpoints import Checkpoints, go_on_from
 from trainer.parts.divergence import DivergenceCheck
@@ -263,7 +264,11 @@ def export_model(
     }
     with complete_directory(settings.export_dir, content) as directory:
         model.config.use_cache = True
-        save_model(model, weights, directory)
+        if settings.model.adapter:
+            base = load_pretrained(settings.model, WEIGHTS[settings.precision])
+            merge_adapter(base, settings.model.adapter, weights, directory / "adapter").save_pretrained(directory)
+        else:
+            save_model(model, weights, directory)
         tokenizer.save_pretrained(directory)
         shutil.copy(settings.run_dir / "config.yaml", directory / "training.yaml")
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.adapters import AdapterConfig, add_adapter, load_in_4_bits
 from trainer.chunked_head import Criterion, summed_cross_entropy, summed_over_logits
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
@@ -105,7 +106,7 @@ def build_model(
     seed: int,
     finish: Callable[[nn.Module], None] = lambda part: None,
 ) -> nn.Module:
-    """The model on the CPU with its initial or pretrained weights.
+    """The model on the CPU with its initial or pretrained weights, and with a new adapter where one is asked for.
 
     The same seed gives the same initial weights on every rank, in every precision and whatever ``finish`` does.
 
@@ -120,7 +121,9 @@ def build_model(
     entries = max(tokenizer.get_vocab().values()) + 1  # more than its tokens, where the ids have gaps
     settings = model_configuration(config, entries, sequence_length, special_ids)
     if config.pretrained:
-        model = AutoModelForCausalLM.from_pretrained(config.pretrained, config=settings, dtype=dtype)
+        model = load_pretrained(config, dtype, settings)
+        if config.adapter:
+            add_adapter(model, config.adapter)
         for part, _, _ in _parts(model, model):
             finish(part)
         return model
@@ -128,6 +131,20 @@ def build_model(
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     _initialise(model, dtype, finish)
     return model
+
+
+def load_pretrained(config: ModelConfig, dtype: torch.dtype, settings: Any = None) -> Any:
+    """The pretrained model without an adapter; in 4 bits where the adapter is one for that.
+
+    Args:
+        settings: its transformers configuration, where another than the weights' own.
+    """
+    from transformers import AutoModelForCausalLM
+
+    assert config.pretrained
+    if config.adapter and config.adapter.type == "qlora":
+        return load_in_4_bits(config.pretrained, dtype, settings)
+    return AutoModelForCausalLM.from_pretrained(config.pretrained, config=settings, dtype=dtype)
 
 
 def _parts(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any, bool]]:
@@ -228,11 +245,14 @@ def save_model(
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def count_parameters(settings: Any) -> int:
+def count_parameters(settings: Any, adapter: AdapterConfig | None = None) -> tuple[int, int]:
     """Parameters of a model with this transformers configuration, tied ones once, without allocating them.
 
+    Returns:
+        Those of the model, and how many are trained: all of them, or those of the adapter.
+
     Raises:
-        ConfigError: transformers cannot build it.
+        ConfigError: transformers cannot build it, or the adapter does not fit it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -241,7 +261,12 @@ def count_parameters(settings: Any) -> int:
             model = AutoModelForCausalLM.from_config(settings)
     except Exception as error:  # every architecture checks its sizes in its own way
         raise ConfigError(f"model.config: transformers cannot build it: {error}") from None
-    return sum(parameter.numel() for parameter in model.parameters())
+    whole = trained = sum(parameter.numel() for parameter in model.parameters())
+    if adapter:
+        with torch.device("meta"):
+            add_adapter(model, adapter)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return whole, trained
 
 
 def count_expert_parameters(settings: Any) -> tuple[int, float]:

@@ -118,6 +118,7 @@ def test_a_key_that_is_set_twice_is_refused_with_both_lines(refusal, addition, m
         ("model: {config: {a: !!binary aGk=}}\n", "c.yaml:6: model.config.a: b'hi' is not a text"),
         ("model: {config: {1: x}}\n", "c.yaml:6: model.config.1"),
         ("model: {pretrained: gpt2, config: {n_layer: 2}}\n", "c.yaml:6: model.config: cannot be set together"),
+        ("model: {adapter: {rank: 4}}\n", "c.yaml:6: model.adapter: needs pretrained, the weights that it adapts"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_at_its_line(refusal, addition, message):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from tasks.home import Home
 from tasks.plan import Plan, activations_a_rank, memory_a_rank, plan
@@ -314,3 +315,32 @@ def test_sequences_that_ranks_share_have_no_document_mask(work):
         ConfigError, match=r"data.document_mask: true cannot be combined with train.parallel.sequence=2"
     ):
         make(work, data={"document_mask": True}, train={"steps": 5, "ranks": 2, "parallel": {"sequence": 2}})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "train", "message"),
+    [
+        ({"type": "qlora"}, {"zero_stage": 3}, r"train\.zero_stage: 3 cannot divide the 4-bit weights"),
+        ({}, {"precision": "fp8"}, r"train\.precision: fp8 cannot be combined with model\.adapter"),
+        ({}, {"ranks": 2, "parallel": {"tensor": 2}}, r"train\.parallel\.tensor: cannot be combined with model"),
+        ({"target_modules": ["c_attn"]}, {}, r"model\.adapter\.target_modules: the model has no layer 'c_attn'"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(work, adapter, train, message):
+    base = work.path.parent / "base"
+    LlamaConfig(**LLAMA, vocab_size=257, max_position_embeddings=16).save_pretrained(base)
+    with pytest.raises(ConfigError, match=message):
+        make(work, model={"pretrained": str(base), "adapter": adapter}, train={"steps": 5, **train})
+
+
+def test_an_adapter_needs_memory_and_disk_for_itself_alone_beside_the_frozen_weights(work):
+    base = work.path.parent / "base"
+    LlamaConfig(**LLAMA, vocab_size=257, max_position_embeddings=16).save_pretrained(base)
+    whole = make(work, model={"pretrained": str(base)}, train={"steps": 5, "precision": "fp32"}).facts
+    facts = make(
+        work, model={"pretrained": str(base), "adapter": {"rank": 1}}, train={"steps": 5, "precision": "fp32"}
+    ).facts
+    trained = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert (facts["parameters"], facts["trained_parameters"]) == (whole["parameters"], trained)
+    assert facts["memory_bytes_a_rank"] == 4 * facts["parameters"] + 16 * trained
+    assert facts["disk_bytes_needed"] < whole["disk_bytes_needed"]
