@@ -128,7 +128,9 @@ def _copied(
         names = [name for name, kept in zip(batch.column("source").to_pylist(), keep, strict=True) if kept]
         size = int(sizes[first : first + batch.num_rows][keep].sum())
         if names:
-            writer.add(tokens.values.to_numpy()[np.repeat(keep, lengths)], lengths[keep], names, size)
+            kept = np.repeat(keep, lengths)
+            marks = batch.column("marks").values.to_numpy()[kept] if "marks" in batch.schema.names else None
+            writer.add(tokens.values.to_numpy()[kept], lengths[keep], names, size, marks)
         first += batch.num_rows
     writer.flush()
     return writer.shards

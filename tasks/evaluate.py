@@ -28,7 +28,7 @@ class EvaluateConfig(Settings):
     batch: Annotated[int, Ge(1), OPERATIONAL] = 32
     """Windows in one forward pass."""
     prompt: str = "The "
-    """Beginning of the sample text."""
+    """Beginning of the sample text; the user's message where conversations are trained."""
     sample_tokens: Annotated[int, Ge(0)] = 64
     """Tokens of the sample; 0 writes none."""
     temperature: Annotated[float, Ge(0)] = 0.8
@@ -108,7 +108,11 @@ def _evaluate(config: EvaluateConfig, sequence_length: int, trained: Trained, sh
     )
     sample = ""
     if config.sample_tokens:
-        sample = generate(model, tokenizer, config.prompt, config.sample_tokens, config.temperature, seed=0)
+        prompt = config.prompt
+        if shard_set.conversations:
+            turn = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        sample = generate(model, tokenizer, prompt, config.sample_tokens, config.temperature, seed=0)
     held_out = [s for s in shard_set.manifest["files"] if s["path"].startswith("validation/")]
     return {
         "metrics": metrics,

@@ -11,11 +11,12 @@ from typing import Any
 from prefect import task
 from pydantic import BaseModel, ConfigDict
 
+from tasks.chat import chat_template
 from tasks.home import Home
 from tasks.reading import check_first_records
 from tasks.sources import SourceFile, resolve
 from tasks.tokenize import DataConfig, sources_fingerprint
-from tasks.tokenizer import TokenizerConfig
+from tasks.tokenizer import TokenizerConfig, load_pretrained
 from tasks.train import planned_steps
 from trainer.activations import ActivationCheckpointingConfig
 from trainer.adapters import check_adapter, frozen_bytes
@@ -85,6 +86,8 @@ def plan(home: Home, data: DataConfig, model: ModelConfig, train: TrainConfig) -
 
         if missing := missing_operations(train):
             raise ConfigError(missing)
+    if data.messages_field:
+        chat_template(load_pretrained(data.tokenizer))
     if model.adapter:
         check_adapter(model.adapter, train.zero_stage, train.precision, train.parallel)
     text_bytes = sum(file.size for file in files + validation_files)
@@ -243,8 +246,6 @@ def activations_a_rank(sizes: Any, tokens: int, mixed: bool, config: ActivationC
 def _vocabulary_size(tokenizer: TokenizerConfig) -> int:
     """The tokenizer's size where the configuration tells it; for char a guess that only affects estimates."""
     if tokenizer.type == "pretrained":
-        from tasks.tokenizer import load_pretrained
-
         return len(load_pretrained(tokenizer))
     return {"bpe": tokenizer.vocabulary_size, "byte": 257, "char": 128}[tokenizer.type]
 

@@ -9,7 +9,7 @@ import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
@@ -29,8 +29,16 @@ from tasks.streams import (
 )
 from trainer.errors import DataError
 
+if TYPE_CHECKING:
+    from tasks.chat import ChatEncoder, Conversation
+
 _PIECE_CHARACTERS = 2**23
 """Longest text file that is held in memory as a whole, and longest piece of a text."""
+PRIVATE_USE = 0xF0000
+"""First of the characters that no message has, so that they can stand for what it spells."""
+_ROLE_OF = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+_ROLE_OF |= {"human": "user", "gpt": "assistant"}
+"""Who may speak, and what templates call them."""
 _FILES_LOOKED_AT, _RECORDS_LOOKED_AT = 8, 200
 """Of a source, and of a file, before anything is tokenized."""
 
@@ -45,13 +53,18 @@ class Reading:
     """Text made of several fields, `{name}` each; it takes the place of the one field."""
     separator: str | None = None
     """What is between the documents of a text file; None where a file is one document."""
+    messages_field: str | None = None
+    """Field that holds a conversation, which takes the place of a text."""
 
     def identity(self) -> list[Any]:
         """What of it changes the documents that come out."""
-        return [self.text_field, self.template, self.separator]
+        chat = [self.messages_field] if self.messages_field else []
+        return [self.text_field, self.template, self.separator, *chat]
 
     def fields(self, source: SourceConfig) -> list[str]:
         """The fields that a source's texts are made of."""
+        if self.messages_field:
+            return [source.text_field or self.messages_field]
         if source.text_field or self.template is None:
             return [source.text_field or self.text_field]
         return template_fields(self.template)
@@ -82,6 +95,33 @@ def template_fields(template: str) -> list[str]:
     if not names:
         raise ValueError("text_template: it names no field; write fields as {name}")
     return list(dict.fromkeys(names))
+
+
+def messages_of(value: Any) -> list[dict[str, str]]:
+    """The messages of a record, in the form that chat templates know: `role` and `content`.
+
+    It takes `{role, content}`, also with the content in parts of text, and `{from, value}` of ShareGPT.
+
+    Raises:
+        ValueError: what is wrong with them.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError("is no list of messages")
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is no object with role and content")
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            content = "".join(str(part.get("text", "")) for part in content)
+        if not isinstance(role, str) or role not in _ROLE_OF:
+            raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(_ROLE_OF)}")
+        if not isinstance(content, str):
+            raise ValueError(f"message {number} has no content that is a text")
+        if any(ord(character) >= PRIVATE_USE or "\ud800" <= character <= "\udfff" for character in content):
+            raise ValueError(f"message {number} has private-use characters or invalid Unicode")
+        messages.append({"role": _ROLE_OF[role], "content": content})
+    return messages
 
 
 @dataclass(frozen=True)
@@ -137,19 +177,24 @@ def text_share(digest: bytes, purpose: Literal["validation", "tokenizer"]) -> fl
 
 
 def read_documents(
-    file: SourceFile, reading: Reading, part: Part | None = None, most: int | None = None
-) -> Iterator[Document | LargeDocument | BadRecord]:
+    file: SourceFile,
+    reading: Reading,
+    part: Part | None = None,
+    most: int | None = None,
+    chat: "ChatEncoder | None" = None,
+) -> Iterator["Document | LargeDocument | Conversation | BadRecord"]:
     """Every document of one input, in order; memory holds one record of at most 256 MB, or a piece of a larger text.
 
     Args:
         part: only this part of the file; see :func:`parts`.
         most: only so many of its first records, where it is a file of records.
+        chat: makes documents of conversations; without it they are just what is said in them.
 
     Raises:
         DataError: no record has the fields of the text.
     """
     if file.path is None:
-        yield from _texts(hub_records(file), reading, file.config, file.name)
+        yield from _texts(hub_records(file), reading, file.config, file.name, chat)
         return
     kind = kind_of(file.path)
     where = (
@@ -158,7 +203,9 @@ def read_documents(
     if kind in RECORD_FORMATS:
         fields = reading.fields(file.config)
         records = itertools.islice(read_records(file.path, kind, where, fields, part), most)
-        yield from _texts(records, reading, file.config, where)
+        yield from _texts(records, reading, file.config, where, chat)
+    elif reading.messages_field:
+        yield BadRecord(str(file.path), None, f"no file of records ({', '.join(RECORD_FORMATS)}), so of no messages")
     elif reading.separator:
         yield from _separated(file, reading.separator.encode(), where, part)
     else:
@@ -273,8 +320,12 @@ def _separated(file: SourceFile, separator: bytes, where: str, part: Part | None
 
 
 def _texts(
-    records: Iterator[tuple[int, Any]], reading: Reading, source: SourceConfig, where: str
-) -> Iterator[Document | BadRecord]:
+    records: Iterator[tuple[int, Any]],
+    reading: Reading,
+    source: SourceConfig,
+    where: str,
+    chat: "ChatEncoder | None",
+) -> Iterator["Document | Conversation | BadRecord"]:
     """Take the text out of numbered records; a record may be a BadRecord already."""
     seen: set[str] = set()
     found = False
@@ -293,6 +344,14 @@ def _texts(
             yield BadRecord(where, line, f"no field {missing[0]!r}")
             continue
         found = True
+        if reading.messages_field:
+            try:
+                messages = messages_of(record[fields[0]])
+                said = Document(f"{base}:{line}", "\n".join(message["content"] for message in messages))
+                yield chat.conversation(said.name, messages) if chat else said
+            except ValueError as error:
+                yield BadRecord(where, line, f"field {fields[0]!r} {error}")
+            continue
         faults = [(field, fault) for field in fields if (fault := _fault_of(record[field], len(fields) > 1))]
         if faults:
             yield BadRecord(where, line, f"field {faults[0][0]!r} {faults[0][1]}")
@@ -302,9 +361,12 @@ def _texts(
             yield BadRecord(where, line, "all its fields are empty")
     if not found and seen:
         key = "data.text_field to the one that holds" if len(fields) == 1 else "data.text_template to those that make"
+        what = "text"
+        if reading.messages_field:
+            key, what = "data.messages_field to the one that holds", "messages"
         raise DataError(
             f"{where}: no record has the field {', '.join(map(repr, fields))} "
-            f"(they have: {', '.join(sorted(seen)[:20])}). Set {key} the text."
+            f"(they have: {', '.join(sorted(seen)[:20])}). Set {key} the {what}."
         )
 
 

@@ -57,6 +57,8 @@ class DataConfig(Settings):
     """Field that holds the text, in JSON lines, CSV, parquet, Arrow and hub data sets."""
     text_template: str | None = None
     """Text made of several fields in place of one, such as `"{title}\\n\\n{body}"`."""
+    messages_field: str | None = None
+    """Field that holds a conversation (`[{role, content}, …]`) in place of a text: only the answers are trained."""
     separator: Annotated[str, Field(min_length=1)] | None = None
     """What is between the documents of a text file. Unset: a file is one document."""
     minimum_length: Annotated[int, Ge(0)] = 0
@@ -105,10 +107,23 @@ class DataConfig(Settings):
             raise ValueError(f"maximum_length: {self.maximum_length} is less than minimum_length={self.minimum_length}")
         return self
 
+    @model_validator(mode="after")
+    def _usable_for_conversations(self) -> "DataConfig":
+        if self.messages_field is None:
+            return self
+        for key in ("text_template", "separator"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key}: cannot be set together with messages_field")
+        if self.validation_split == "position":
+            raise ValueError("validation_split: position would cut conversations; use hash")
+        if self.tokenizer.type != "pretrained":
+            raise ValueError("tokenizer: messages_field needs that of a chat model: {type: pretrained, path: …}")
+        return self
+
     @property
     def reading(self) -> Reading:
         """How records become texts."""
-        return Reading(self.text_field, self.text_template, self.separator)
+        return Reading(self.text_field, self.text_template, self.separator, self.messages_field)
 
     @property
     def weights(self) -> list[float] | None:
@@ -253,7 +268,9 @@ class _Tokenizing:
         }  # fmt: skip
 
     def _sample(self) -> list[str]:
-        """Beginnings of some documents of the input, the same for the same input."""
+        """Beginnings of some documents of the input, the same for the same input; conversations go another way."""
+        if self.config.messages_field:
+            return []
         files = [file for layer in self.layers for file in layer if file.path]
         chosen = random.Random(len(files)).sample(files, min(_SAMPLE_FILES, len(files)))
         texts: list[str] = []

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from tasks.home import Home, content_of
 from tasks.progress import Progress, Watcher, current_watcher
-from tasks.reading import Document, LargeDocument, Reading, read_documents, text_digest, text_share
+from tasks.reading import Reading, read_documents, text_digest, text_share
 from tasks.records import BadRecord
 from tasks.sources import SourceFile
 from tasks.stage import Reference, build_once, shown, timed
@@ -24,7 +24,7 @@ FORMAT_VERSION = 2
 END_OF_TEXT = "<|endoftext|>"
 _PIECE_CHARACTERS = 2**16
 """Length of the pieces of a large document, of which a part is drawn for training."""
-_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens")
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 
 class TokenizerConfig(ShortSettings):
@@ -104,7 +104,7 @@ def _documents(files: list[SourceFile], reading: Reading, limit: int, watch: Wat
             whole = item.characters <= limit // 16
             if whole and text_share(item.digest(), "tokenizer") >= share:
                 continue
-            for place, piece in enumerate(item.pieces() if whole else _short_pieces(item)):
+            for place, piece in enumerate(item.pieces() if whole else _short_pieces(item.pieces())):
                 drawn = whole or text_share(text_digest(f"{item.digest().hex()}:{place}"), "tokenizer") < share
                 if drawn and taken < 2 * limit:
                     taken += len(piece)
@@ -112,9 +112,9 @@ def _documents(files: list[SourceFile], reading: Reading, limit: int, watch: Wat
         watch(Progress("tokenizer", number + 1, len(files), "files"))
 
 
-def _short_pieces(item: Document | LargeDocument) -> Iterator[str]:
+def _short_pieces(pieces: Iterator[str]) -> Iterator[str]:
     """A text in pieces so short that a part of them is a fair part of it."""
-    for piece in item.pieces():
+    for piece in pieces:
         for start in range(0, len(piece), _PIECE_CHARACTERS):
             yield piece[start : start + _PIECE_CHARACTERS]
 

@@ -110,6 +110,8 @@ def train(
     if packing is not None:
         sequences, tokens = sequences_and_tokens(packing.path)
         tokens_a_sequence = tokens / sequences
+    if shard_set.conversations:  # only the answers count
+        tokens_a_sequence *= shard_set.total("train", "answer_tokens") / shard_set.total("train", "tokens")
     steps = planned_steps(config, tokens_a_sequence, sequences)
     warmup_steps = steps_of_warmup(config.schedule, steps, config.global_batch * tokens_a_sequence)
     with exclusive(

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from tasks.chat import ChatEncoder, Conversation
 from tasks.encoding import Tokenization
 from tasks.home import Home
 from tasks.reading import Document, LargeDocument, Reading, read_documents, text_share
@@ -114,6 +115,11 @@ def _loaded(directory: Path, fast: bool) -> Tokenization:
     return Tokenization(directory, fast)
 
 
+@lru_cache(maxsize=1)
+def _chat(directory: Path) -> ChatEncoder:
+    return ChatEncoder(directory)
+
+
 @dataclass
 class _Rows:
     """Texts of one split that wait to be encoded together."""
@@ -150,8 +156,9 @@ class _Writing:
 
     def run(self) -> dict[str, Any]:
         """Write the shards; returns the manifest's content."""
+        chat = _chat(self.unit.tokenizer) if self.rules.reading.messages_field else None
         for file, part in self.unit.files:
-            for item in read_documents(file, self.rules.reading, part):
+            for item in read_documents(file, self.rules.reading, part, chat=chat):
                 self.records["read"] += 1
                 if isinstance(item, BadRecord):
                     self._quarantine(item)
@@ -176,7 +183,7 @@ class _Writing:
         with open(self.directory / "quarantine.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(vars(record)) + "\n")
 
-    def _place(self, item: Document | LargeDocument) -> None:
+    def _place(self, item: Document | LargeDocument | Conversation) -> None:
         """Put a document where it belongs: into a split, both, or nowhere."""
         rules = self.rules
         if item.characters < rules.minimum_length:
@@ -198,9 +205,17 @@ class _Writing:
             else:
                 self.records["held_out"] += 1
 
-    def _add(self, split: str, item: Document | LargeDocument, digest: bytes, start: int, stop: int) -> None:
+    def _add(
+        self, split: str, item: Document | LargeDocument | Conversation, digest: bytes, start: int, stop: int
+    ) -> None:
         """Take characters [start, stop) of a document as rows of a split: one, or several of a very long text."""
         rows = self.rows[split]
+        words = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+        if isinstance(item, Conversation):  # whole, and encoded already
+            rows.digests.append((*words, rows.written, 1, item.answer_bytes))
+            rows.writer.add(item.ids, np.array([len(item.ids)]), [item.name], item.answer_bytes, item.marks)
+            rows.written += 1
+            return
         first = rows.written + len(rows.texts)
         size = count = 0
         if isinstance(item, Document) and stop - start <= _PIECE_CHARACTERS:
@@ -218,7 +233,6 @@ class _Writing:
             if rows.characters >= _BATCH_CHARACTERS:
                 self._encode(rows)
         if count:
-            words = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
             rows.digests.append((*words, first, count, size))
 
     def _encode(self, rows: _Rows) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.data.loader import PADDING, MicroBatch, positions_in_documents
-from trainer.data.shards import ShardSet, TokenStream
+from trainer.data.shards import ANSWER, ShardSet, TokenStream
 from trainer.errors import DataError
 from trainer.model import loss_of
 
@@ -23,11 +24,11 @@ def score(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     document_mask: bool = False,
 ) -> dict[str, float]:
-    """Score every token of the validation split but the first, in consecutive windows.
+    """Score every token of the validation split but the first, in consecutive windows; of conversations the answers.
 
     A window's ``sequence_length`` tokens predict the same tokens one further; the last window may
     be shorter. With N predicted tokens, their summed negative log-likelihood S in nats, and B the
-    bytes of the split's text in UTF-8:
+    bytes of the split's text in UTF-8 (of the answers):
 
     - ``eval/loss`` = S / N, nats a token;
     - ``eval/perplexity`` = exp(S / N);
@@ -41,53 +42,97 @@ def score(
         on_progress: told the windows done and in all.
         document_mask: attention and positions stay inside documents, as in training with it.
     """
-    stream = shards.stream("validation")
-    end_id = shards.manifest["tokenizer"]["end_id"] if document_mask else None
-    predicted = len(stream) - 1
-    windows = math.ceil(predicted / sequence_length)
-    total = 0.0
+    windows = Windows.of(shards, sequence_length, document_mask)
+    total, predicted = 0.0, 0
     model.eval()
     with torch.inference_mode():
-        for first in range(0, windows, batch):
-            end = min(windows, first + batch)
-            part = read_windows(stream, range(first, end), sequence_length, len(stream), end_id).to(device)
+        for first in range(0, len(windows), batch):
+            end = min(len(windows), first + batch)
+            part = windows.read(range(first, end)).to(device)
             total += loss_of(model, part.inputs, part.labels, part.positions, reduction="sum").item()
-            on_progress(end, windows)
+            predicted += int((part.labels >= 0).sum())
+            on_progress(end, len(windows))
     loss = total / predicted
     return {
         "eval/loss": loss,
         "eval/perplexity": math.exp(min(loss, 700.0)),
         "eval/bits_per_byte": total / (shards.total("validation", "text_bytes") * math.log(2)),
-        "eval/unigram_entropy": unigram_entropy(stream, shards.vocabulary_size),
+        "eval/unigram_entropy": unigram_entropy(windows.stream, shards.vocabulary_size, windows.marks),
         "eval/tokens": float(predicted),
     }
 
 
-def read_windows(
-    stream: TokenStream, windows: Sequence[int], sequence_length: int, tokens: int, end_id: int | None
-) -> MicroBatch:
-    """Windows of a stream: one's inputs are ``sequence_length`` tokens, the next one's follow.
+@dataclass(frozen=True)
+class Windows:
+    """What is scored together: stretches of the validation split, each with the token before its first label."""
 
-    Args:
-        windows: number of each, from 0.
-        tokens: how many of the stream's tokens may be read; after them is padding, also where a whole window is.
-        end_id: the token that ends a document, where attention stays inside documents.
-    """
-    rows = np.full((len(windows), sequence_length + 1), PADDING, dtype=np.int64)
-    for row, window in zip(rows, windows, strict=True):
-        start = window * sequence_length
-        if start < tokens:
-            stream.read(start, row[: tokens - start])
-    positions = positions_in_documents(rows, end_id)
-    return MicroBatch(torch.from_numpy(rows), None if positions is None else torch.from_numpy(positions))
+    stream: TokenStream
+    marks: TokenStream | None
+    """The tokens' marks, where the documents are conversations."""
+    end_id: int | None
+    """The token that ends a document, where attention stays inside documents that share a window."""
+    sequence_length: int
+    starts: np.ndarray
+    """First token of each window: int64, shape [windows]."""
+    stops: np.ndarray
+    """Where each ends: int64, shape [windows]."""
+
+    @classmethod
+    def of(
+        cls, shards: ShardSet, sequence_length: int, document_mask: bool = False, most: int | None = None
+    ) -> "Windows":
+        """The windows of a shard set.
+
+        Text is cut every ``sequence_length`` tokens. A conversation is one window, or several where it is longer.
+
+        Args:
+            document_mask: attention and positions stay inside documents.
+            most: take only so many, from the first on.
+        """
+        stream = shards.stream("validation")
+        if not shards.conversations:
+            starts = np.arange(0, len(stream) - 1, sequence_length, dtype=np.int64)[:most]
+            stops = np.minimum(starts + sequence_length + 1, len(stream))
+            end_id = shards.manifest["tokenizer"]["end_id"] if document_mask else None
+            return cls(stream, None, end_id, sequence_length, starts, stops)
+        lengths = stream.document_lengths()
+        firsts = np.cumsum(lengths) - lengths
+        pieces = [
+            (first + place, min(first + place + sequence_length + 1, first + length))
+            for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
+            for place in range(0, max(1, length - 1), sequence_length)
+        ]
+        starts, stops = np.array(pieces[:most], np.int64).reshape(-1, 2).T
+        return cls(stream, shards.stream("validation", column="marks"), None, sequence_length, starts, stops)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def read(self, numbers: Sequence[int]) -> MicroBatch:
+        """Windows as a micro-batch, padding after their tokens; nothing but padding where there is no such window."""
+        rows = np.full((len(numbers), self.sequence_length + 1), PADDING, dtype=np.int64)
+        for row, number in zip(rows, numbers, strict=True):
+            if number < len(self):
+                start, stop = int(self.starts[number]), int(self.stops[number])
+                self.stream.read(start, row[: stop - start])
+                if self.marks is not None:
+                    marks = np.empty(stop - start, np.uint8)
+                    self.marks.read(start, marks)
+                    row[: stop - start] = np.where(marks & ANSWER, row[: stop - start], ~row[: stop - start])
+        positions = positions_in_documents(rows, self.end_id)
+        return MicroBatch(torch.from_numpy(rows), None if positions is None else torch.from_numpy(positions))
 
 
-def unigram_entropy(stream: TokenStream, vocabulary_size: int) -> float:
-    """Entropy of the stream's token frequencies, in nats (Shannon 1948)."""
+def unigram_entropy(stream: TokenStream, vocabulary_size: int, marks: TokenStream | None = None) -> float:
+    """Entropy of the frequencies of a stream's tokens, or of its answers' alone, in nats (Shannon 1948)."""
     counts = np.zeros(vocabulary_size, dtype=np.int64)
     for start in range(0, len(stream), 2**20):
         part = np.empty(min(2**20, len(stream) - start), dtype=np.int64)
         stream.read(start, part)
+        if marks is not None:
+            of_part = np.empty(len(part), np.uint8)
+            marks.read(start, of_part)
+            part = part[of_part & ANSWER > 0]
         counts += np.bincount(part, minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

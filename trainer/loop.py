@@ -23,6 +23,7 @@ from trainer.data.loader import Loader, Sequences
 from trainer.data.shards import ShardSet
 from trainer.durable import complete_directory, write_record
 from trainer.engine import shard_parts, start_engine, whole_weights
+from trainer.evaluation import Windows
 from trainer.flops import flops_per_token
 from trainer.heartbeat import Heartbeat
 from trainer.journal import Journal
@@ -124,8 +125,9 @@ def parts_of(settings: TrainerInput, shards: ShardSet, flops_per_token: float, r
     if settings.precision == "fp16":
         parts.append(LossScale())
     if train.evaluation.every:
-        stream = shards.stream("validation")
-        parts.append(PeriodicEvaluation(train.evaluation.every, train.evaluation.batches, stream))
+        most = train.evaluation.batches * train.global_batch
+        windows = Windows.of(shards, settings.sequence_length, settings.document_mask, most)
+        parts.append(PeriodicEvaluation(train.evaluation.every, windows))
     parts.append(checkpoints)
     if train.profile:
         parts.append(Profiler(train.profile))

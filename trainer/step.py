@@ -49,7 +49,7 @@ class TrainingStep:
         """
         set_rate(self.engine.optimizer, rate)
         cross_entropy, z_loss = torch.zeros(2, device=self.device)
-        a_label = self.averaged / batch.tokens
+        a_label = self.averaged / max(1, batch.tokens)  # a batch may be without an answer
         scale = a_label * len(batch.micro_batches)
         for part in map(self._mine, batch.micro_batches):
             loss = training_loss_of(

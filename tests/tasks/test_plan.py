@@ -321,8 +321,7 @@ def test_sequences_that_ranks_share_have_no_document_mask(work):
     ("adapter", "train", "message"),
     [
         ({"type": "qlora"}, {"zero_stage": 3}, r"train\.zero_stage: 3 cannot divide the 4-bit weights"),
-        ({}, {"precision": "fp8"}, r"train\.precision: fp8 cannot be combined with model\.adapter"),
-        ({}, {"ranks": 2, "parallel": {"tensor": 2}}, r"train\.parallel\.tensor: cannot be combined with model"),
+        ({}, {"ranks": 2, "parallel": {"sequence": 2}}, r"train\.parallel\.sequence: cannot be combined with model"),
         ({"target_modules": ["c_attn"]}, {}, r"model\.adapter\.target_modules: the model has no layer 'c_attn'"),
     ],
 )

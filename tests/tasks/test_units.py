@@ -281,7 +281,9 @@ def test_a_grown_source_reads_only_its_new_files_and_keeps_the_old_shards(work, 
     for name in ("a", "c", "z"):
         lines(tmp_path / "text" / f"{name}.jsonl", words(60, ord(name)))
     read = []
-    monkeypatch.setattr("tasks.units.read_documents", lambda f, *a: read.append(f.name) or read_documents(f, *a))
+    monkeypatch.setattr(
+        "tasks.units.read_documents", lambda f, *a, **k: read.append(f.name) or read_documents(f, *a, **k)
+    )
     new = shards_of(work, config)
     assert sorted(set(read)) == ["a.jsonl", "c.jsonl", "z.jsonl"]
     assert held <= {path.stat().st_ino for path in new.path.rglob("*.arrow")}

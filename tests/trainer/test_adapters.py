@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.conftest import losses, run
 from tests.trainer.test_resume import assert_same_state, forget_what_came_after
-from trainer.adapters import AdapterConfig, add_adapter, load_in_4_bits
+from trainer.adapters import AdapterConfig, add_adapter, check_adapter, load_in_4_bits
 from trainer.config import ModelConfig, TrainerInput
 from trainer.errors import ConfigError
 from trainer.model import build_model, count_parameters, load_tokenizer, model_configuration
+from trainer.parallel import ParallelConfig
 from trainer.precision import WEIGHTS
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "attention_dropout": 0.0}
@@ -105,3 +106,8 @@ def test_a_layer_that_the_model_lacks_is_refused_with_the_nearest() -> None:
         add_adapter(model, AdapterConfig(target_modules=["lm_head"]))
     with pytest.raises(ConfigError, match=r"model\.adapter\.target_modules: refused by PEFT"):
         add_adapter(model, AdapterConfig(target_modules=["input_layernorm"]))
+
+
+def test_an_adapter_has_no_arithmetic_in_fp8() -> None:
+    with pytest.raises(ConfigError, match=r"train\.precision: fp8 cannot be combined with model\.adapter"):
+        check_adapter(AdapterConfig(), 0, "fp8", ParallelConfig())

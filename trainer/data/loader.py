@@ -4,6 +4,9 @@ A sequence is ``sequence_length`` inputs and the same tokens one further as labe
 consecutive sequences overlap by one token and every token of the stream is predicted once. With a
 packing plan a sequence is the labels of its pieces, before them the token that precedes the first one
 (the end of another document, or the document's own text where it was cut), and padding after them.
+
+Of conversations only the answers are labels. A row holds an id as it is where it is a label, else its
+complement: ``~id``, and ``~(id + 2**32)`` where a conversation begins; padding is ``~0``.
 """
 
 import queue
@@ -19,11 +22,14 @@ import torch
 
 from trainer.data.order import Order
 from trainer.data.packing import PackingPlan, plan_name
-from trainer.data.shards import ShardSet, TokenStream
+from trainer.data.shards import ANSWER, BEGINNING, ShardSet, TokenStream
 from trainer.errors import DataError
 
-PADDING = -100
+NO_LABEL = -100
 """What stands for no label: torch's losses leave it out."""
+PADDING = ~0
+"""What stands in a row where there is no token."""
+_BEGINS = 2**32
 _LOCATED = 8192
 """Sequences whose places in the order are computed together, because a few cost as much as many."""
 _BLOCK_BYTES = 2**22
@@ -31,20 +37,23 @@ _BLOCK_BYTES = 2**22
 _PREFETCHED_BLOCKS = 2
 
 
-def positions_in_documents(rows: np.ndarray, end_id: int | None) -> np.ndarray | None:
+def positions_in_documents(rows: np.ndarray, end_id: int | None, conversations: bool = False) -> np.ndarray | None:
     """The position of each input within its document; None where documents are not told apart.
 
     Args:
         rows: int64, shape [n, sequence_length + 1].
         end_id: the token that ends a document; None tells none apart.
+        conversations: whether the rows are of conversations, which may have that token inside.
 
     Returns:
-        int64, shape [n, sequence_length]: 0 at each end token, since what follows it is another document.
+        int64, shape [n, sequence_length]: 0 at each end token, since what follows it is another document;
+            at the first token of each conversation.
     """
     if end_id is None:
         return None
     index = np.arange(rows.shape[1] - 1)
-    return index - np.maximum.accumulate(np.where(rows[:, :-1] == end_id, index, 0), axis=1)
+    begins = rows[:, :-1] < -_BEGINS if conversations else rows[:, :-1] == end_id
+    return index - np.maximum.accumulate(np.where(begins, index, 0), axis=1)
 
 
 @dataclass
@@ -59,6 +68,8 @@ class Sequences:
     sequence_length: int
     plans: list[PackingPlan] | None = None
     """A stream's packing plan each; None where sequences are slices of the concatenated text."""
+    marks: list[TokenStream] | None = None
+    """A stream's marks each, where the documents are conversations."""
     end_id: int | None = None
     """The token that ends a document, where positions restart after it and attention stays inside documents."""
 
@@ -86,13 +97,17 @@ class Sequences:
             streams = [shards.stream("train")]
         else:
             streams = [shards.stream("train", source) for source in range(len(weights))]
+        marks = None
+        if shards.conversations:
+            numbers = [None] if weights is None else range(len(weights))
+            marks = [shards.stream("train", number, "marks") for number in numbers]
         end_id = shards.manifest["tokenizer"]["end_id"] if document_mask else None
         mixture = tuple(weights or [1.0])
         if packing_dir is not None:
             names = [plan_name(None if weights is None else source) for source in range(len(streams))]
             plans = [PackingPlan(packing_dir / name) for name in names]
             order = Order(tuple(map(len, plans)), mixture, seed)
-            return cls(streams, order, sequence_length, plans, end_id)
+            return cls(streams, order, sequence_length, plans, marks, end_id)
         lengths = []
         for number, stream in enumerate(streams):
             lengths.append((len(stream) - 1) // sequence_length)
@@ -102,7 +117,7 @@ class Sequences:
                     f"{len(stream)} tokens, fewer than one sequence of data.sequence_length={sequence_length} needs. "
                     "Add text or shorten the sequences."
                 )
-        return cls(streams, Order(tuple(lengths), mixture, seed), sequence_length, end_id=end_id)
+        return cls(streams, Order(tuple(lengths), mixture, seed), sequence_length, marks=marks, end_id=end_id)
 
     def __len__(self) -> int:
         """Sequences in one epoch over all streams."""
@@ -122,15 +137,38 @@ class Sequences:
         if self.plans is not None:
             for row, (number, sequence) in zip(out, places.tolist(), strict=True):
                 self._read_packed(number, sequence, row)
+            if self.marks is not None:
+                out[:] = _marked(out, self._marks_of(places))
             return
+        self._gather(self.streams, places, out)
+        if self.marks is not None:
+            out[:] = _marked(out, self._marks_of(places))
+
+    def _gather(self, streams: list[TokenStream], places: np.ndarray, out: np.ndarray) -> None:
         starts = places[:, 1] * self.sequence_length
-        if len(self.streams) == 1:
-            return self.streams[0].gather(starts, out)
-        for number, tokens in enumerate(self.streams):
+        if len(streams) == 1:
+            return streams[0].gather(starts, out)
+        for number, values in enumerate(streams):
             chosen = np.flatnonzero(places[:, 0] == number)
             rows = np.empty((len(chosen), out.shape[1]), out.dtype)
-            tokens.gather(starts[chosen], rows)
+            values.gather(starts[chosen], rows)
             out[chosen] = rows
+
+    def _marks_of(self, places: np.ndarray) -> np.ndarray:
+        """The marks of sequences: uint8, shape [n, sequence_length + 1]; 0 in padding and in a packed row's first."""
+        assert self.marks is not None
+        marks = np.zeros((len(places), self.sequence_length + 1), np.uint8)
+        if self.plans is None:
+            self._gather(self.marks, places, marks)
+            return marks
+        for row, (number, sequence) in zip(marks, places.tolist(), strict=True):
+            filled = 1
+            for start, length in zip(*self.plans[number].pieces(sequence), strict=True):
+                self.marks[number].read(start, row[filled : filled + length])
+                if filled > 1:  # the rest of a conversation that was cut does not see what stands before it
+                    row[filled] |= BEGINNING
+                filled += length
+        return marks
 
     def _read_packed(self, number: int, sequence: int, row: np.ndarray) -> None:
         assert self.plans is not None
@@ -144,21 +182,34 @@ class Sequences:
             filled += length
         row[filled:] = PADDING
 
+    @property
+    def full(self) -> bool:
+        """Whether every token of every sequence is a label."""
+        return self.plans is None and self.marks is None
+
     def tokens(self, places: np.ndarray) -> int:
         """Number of labels in the sequences at these places, padding left out."""
+        if self.marks is not None:
+            return int((self._marks_of(places)[:, 1:] & ANSWER).sum())
         if self.plans is None:
             return len(places) * self.sequence_length
         return sum(plan.tokens(places[places[:, 0] == n, 1]) for n, plan in enumerate(self.plans))
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         """The position of each input within its document, of rows from :meth:`read`; see the function."""
-        return positions_in_documents(rows, self.end_id)
+        return positions_in_documents(rows, self.end_id, self.marks is not None)
 
     def gather(self, positions: np.ndarray) -> np.ndarray:
         """The sequences at these positions of the order: int64, shape [len(positions), sequence_length + 1]."""
         rows = np.empty((len(positions), self.sequence_length + 1), dtype=np.int64)
         self.read(self.locate(positions), rows)
         return rows
+
+
+def _marked(rows: np.ndarray, marks: np.ndarray) -> np.ndarray:
+    """The rows of conversations as the loader hands them over; what is padding in them stays so."""
+    hidden = ~np.where(marks & BEGINNING, rows + _BEGINS, rows)
+    return np.where((rows < 0) | (marks & ANSWER > 0), rows, hidden)
 
 
 @dataclass(slots=True)
@@ -173,12 +224,14 @@ class MicroBatch:
     @property
     def inputs(self) -> torch.Tensor:
         """Input ids: int64, shape [sequences, sequence_length], contiguous; 0 in the padding."""
-        return self.rows[:, :-1].clamp(min=0)
+        rows = self.rows[:, :-1]
+        return (rows ^ (rows >> 63)) & (_BEGINS - 1)
 
     @property
     def labels(self) -> torch.Tensor:
-        """The id after each input: int64, shape [sequences, sequence_length], contiguous; -100 in the padding."""
-        return self.rows[:, 1:].contiguous()
+        """The id after each input: int64, shape [sequences, sequence_length], contiguous; -100 where it is no label."""
+        labels = self.rows[:, 1:]
+        return torch.where(labels < 0, NO_LABEL, labels)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """This micro-batch on a device; a copy from pinned memory runs beside the computation."""
@@ -295,7 +348,7 @@ class Loader:
         share = self.global_batch // self.world_size
         mine = slice(self.rank * share, (self.rank + 1) * share)
         # how many labels the other ranks have is known without asking where every sequence is full
-        of_batch = np.arange(self.global_batch, dtype=np.int64)[slice(None) if sequences.plans else mine] + position
+        of_batch = np.arange(self.global_batch, dtype=np.int64)[mine if sequences.full else slice(None)] + position
         most = max(1, _BLOCK_BYTES // (8 * (sequences.sequence_length + 1) * share))
         ahead = most * max(1, _LOCATED // (share * most))  # whole blocks, so that their memory fits the next ones
         together = 1
@@ -303,20 +356,21 @@ class Loader:
             numbers = np.arange(begin, min(begin + ahead, steps), dtype=np.int64)
             places = sequences.locate((numbers[:, None] * self.global_batch + of_batch).ravel())
             places = places.reshape(len(numbers), len(of_batch), 2)
-            tokens = [self.global_batch * sequences.sequence_length] * len(numbers)
-            if sequences.plans:
-                tokens = [sequences.tokens(of_step) for of_step in places]
-                places = places[:, mine]
             first = 0
             while first < len(numbers):
-                part = places[first : first + together].reshape(-1, 2)
+                block = places[first : first + together]
+                tokens = [self.global_batch * sequences.sequence_length] * len(block)
+                if not sequences.full:
+                    tokens = [sequences.tokens(of_step) for of_step in block]
+                    block = block[:, mine]
+                part = block.reshape(-1, 2)
                 shape = (len(part), sequences.sequence_length + 1)
                 rows = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else buffers.take(shape)
                 sequences.read(part, rows.numpy())
                 positions = sequences.positions(rows.numpy())
                 held = None if positions is None else torch.from_numpy(positions)
                 held = held.pin_memory() if held is not None and pinned else held
-                yield rows, held, tokens[first : first + together]
+                yield rows, held, tokens
                 first, together = first + together, min(2 * together, most)
 
     def _cut(self, rows: torch.Tensor, positions: torch.Tensor | None, tokens: list[int]) -> list[Batch]:

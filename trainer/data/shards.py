@@ -8,6 +8,9 @@ A shard set is a directory::
     train/source-000-shard-00000.arrow       columns: tokens (list of uint8/16/32), source (string)
     validation/source-000-shard-00000.arrow
 
+Shards of conversations have a third column, `marks` (list of uint8, as long as `tokens`): the sum of 1 where a
+token belongs to an answer, which alone is trained, and 2 where it begins a conversation.
+
 Every shard belongs to one source, so that sources can be mixed by weight when they are read.
 
 A shard is both of Arrow's IPC formats at once, because `pyarrow.ipc.open_file` reads only the one
@@ -30,6 +33,8 @@ from trainer.errors import DataError
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
+ANSWER, BEGINNING = 1, 2
+"""What the marks of a token in a conversation are made of."""
 _TOGETHER = 8
 """Rows of one shard from which on copying them together takes less time than one by one."""
 
@@ -61,18 +66,27 @@ class ShardWriter:
     """What was written: path, split, source, documents, tokens, text_bytes."""
     _tokens: list[np.ndarray] = field(default_factory=list)
     _lengths: list[np.ndarray] = field(default_factory=list)
+    _marks: list[np.ndarray] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _count: int = 0
     _text_bytes: int = 0
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, names: list[str], text_bytes: int) -> None:
+    def add(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        names: list[str],
+        text_bytes: int,
+        marks: np.ndarray | None = None,
+    ) -> None:
         """Append documents.
 
         Args:
             tokens: ids of all the documents, one after the other; any integer type, shape [sum(lengths)].
             lengths: number of tokens of each document, shape [documents].
             names: where each document came from.
-            text_bytes: length of their text in UTF-8 bytes.
+            text_bytes: length of their text in UTF-8 bytes; of the answers alone in conversations.
+            marks: uint8, shape [sum(lengths)], for conversations; for all documents of a shard set or for none.
         """
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size:
             raise DataError(
@@ -81,6 +95,7 @@ class ShardWriter:
             )
         self._tokens.append(tokens.astype(token_dtype(self.vocabulary_size)))
         self._lengths.append(lengths)
+        self._marks += [] if marks is None else [marks]
         self._names.extend(names)
         self._count += len(tokens)
         self._text_bytes += text_bytes
@@ -98,8 +113,14 @@ class ShardWriter:
                 f"{self._names[-1]}: a document of {self._lengths[-1].max():,} tokens; a shard holds "
                 "2,147,483,647. Split it."
             )
+        columns = {
+            "tokens": pa.ListArray.from_arrays(offsets.astype(np.int32), values),
+            "source": pa.array(self._names, pa.string()),
+        }
+        if self._marks:
+            columns["marks"] = pa.ListArray.from_arrays(offsets.astype(np.int32), np.concatenate(self._marks))
         schema = pa.schema(
-            [("tokens", pa.list_(pa.from_numpy_dtype(values.dtype))), ("source", pa.string())],
+            [(name, column.type) for name, column in columns.items()],
             metadata={
                 "forgeline.format_version": str(FORMAT_VERSION),
                 "forgeline.tokenizer": self.tokenizer,
@@ -108,10 +129,7 @@ class ShardWriter:
                 "forgeline.sha256": hashlib.sha256(values.data).hexdigest(),
             },
         )
-        batch = pa.record_batch(
-            [pa.ListArray.from_arrays(offsets.astype(np.int32), values), pa.array(self._names, pa.string())],
-            schema=schema,
-        )
+        batch = pa.record_batch(list(columns.values()), schema=schema)
         path = Path(self.split) / f"source-{self.source:03d}-shard-{len(self.shards):05d}.arrow"
         (self.directory / path).parent.mkdir(exist_ok=True)
         _write_shard(self.directory / path, batch)
@@ -123,8 +141,10 @@ class ShardWriter:
                 "documents": len(self._names),
                 "tokens": len(values),
                 "text_bytes": self._text_bytes,
+                **({"answer_tokens": sum(int((m & ANSWER).sum()) for m in self._marks)} if self._marks else {}),
             }
         )
+        self._marks = []
         self._tokens, self._lengths, self._names, self._count, self._text_bytes = [], [], [], 0, 0
 
 
@@ -151,12 +171,14 @@ class TokenStream:
     A shard is mapped when it is first read, so that opening costs the same at any size.
     """
 
-    def __init__(self, shards: Iterable[tuple[Path, int]]) -> None:
+    def __init__(self, shards: Iterable[tuple[Path, int]], column: str = "tokens") -> None:
         """Take each shard's path and number of tokens.
 
         Args:
             shards: in the order of the stream; the counts as the set's manifest has them.
+            column: `tokens`, or `marks`, which has as many values.
         """
+        self._column = column
         known = [(path, tokens) for path, tokens in shards if tokens]
         self._paths = [path for path, _ in known]
         self._starts = np.cumsum([0, *(tokens for _, tokens in known)], dtype=np.int64)
@@ -225,15 +247,15 @@ class TokenStream:
         if shard is None:
             tokens = int(self._starts[number + 1] - self._starts[number])
             # two threads may both map it: the later one wins, and nothing is lost
-            shard = self._mapped[number] = _MappedShard(self._paths[number], tokens)
+            shard = self._mapped[number] = _MappedShard(self._paths[number], tokens, self._column)
         return shard
 
 
 class _MappedShard:
     """The tokens of one shard: a view of the mapped file for each of its record batches."""
 
-    def __init__(self, path: Path, tokens: int) -> None:
-        self.segments = [segment for segment in _map_shard(path) if len(segment)]
+    def __init__(self, path: Path, tokens: int, column: str) -> None:
+        self.segments = [segment for segment in _map_shard(path, column) if len(segment)]
         self._starts = np.cumsum([0, *map(len, self.segments)], dtype=np.int64)
         if self._starts[-1] != tokens:
             raise DataError(f"{path}: it has {self._starts[-1]} tokens and the set's manifest says {tokens}.")
@@ -273,10 +295,10 @@ def as_numpy(array: pa.Array) -> np.ndarray:
     return np.frombuffer(buffer, np.dtype(str(array.type)), len(array), array.offset * width)
 
 
-def _map_shard(path: Path) -> list[np.ndarray]:
-    """The flat token buffer of each record batch of a shard, as views of the mapped file."""
+def _map_shard(path: Path, column: str) -> list[np.ndarray]:
+    """The flat buffer of a column in each record batch of a shard, as views of the mapped file."""
     with _readable(path) as reader:
-        lists = [reader.get_batch(number).column("tokens") for number in range(reader.num_record_batches)]
+        lists = [reader.get_batch(number).column(column) for number in range(reader.num_record_batches)]
         found = []
         for array in lists:
             offsets = as_numpy(array.offsets)
@@ -329,11 +351,16 @@ class ShardSet:
         return self.manifest["tokenizer"]["vocabulary_size"]
 
     def total(self, split: str, field: str) -> int:
-        """Sum of ``documents``, ``tokens`` or ``text_bytes`` over the shards of a split."""
+        """Sum of ``documents``, ``tokens``, ``text_bytes`` or ``answer_tokens`` over the shards of a split."""
         return sum(shard[field] for shard in self.manifest["shards"] if shard["split"] == split)
 
-    def stream(self, split: str, source: int | None = None) -> TokenStream:
-        """The tokens of a split, of every source or of one.
+    @property
+    def conversations(self) -> bool:
+        """Whether the documents are conversations, with marks."""
+        return any("answer_tokens" in shard for shard in self.manifest["shards"])
+
+    def stream(self, split: str, source: int | None = None, column: str = "tokens") -> TokenStream:
+        """The tokens of a split, of every source or of one; or their marks, where the documents are conversations.
 
         Raises:
             DataError: a shard is missing or has another size than when it was written.
@@ -353,7 +380,7 @@ class ShardSet:
                     f"{path}: {size} bytes, the manifest says {sizes[shard['path']]}. "
                     "Run the pipeline again: it rebuilds the set."
                 )
-        return TokenStream((self.directory / shard["path"], shard["tokens"]) for shard in chosen)
+        return TokenStream(((self.directory / shard["path"], shard["tokens"]) for shard in chosen), column)
 
     def check_canary(self, encode: Any) -> None:
         """Refuse a tokenizer that is not the one that made the set.

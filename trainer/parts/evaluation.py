@@ -9,8 +9,7 @@ import torch
 from torch import distributed
 
 from trainer.data.loader import MicroBatch
-from trainer.data.shards import TokenStream
-from trainer.evaluation import read_windows
+from trainer.evaluation import Windows
 from trainer.parts import Part
 
 if TYPE_CHECKING:
@@ -27,10 +26,8 @@ class PeriodicEvaluation(Part):
 
     every: int
     """Steps between evaluations; the last step always has one."""
-    batches: int
-    """Most global batches of windows."""
-    stream: TokenStream
-    """The validation split."""
+    windows: Windows
+    """The first of the validation split."""
     evaluated_step: int = 0
     """The step that was last evaluated."""
 
@@ -53,17 +50,15 @@ class PeriodicEvaluation(Part):
 
     def _loss(self, run: "Run") -> float:
         """Mean negative log-likelihood in nats a token, over all ranks."""
-        length, loader = run.settings.sequence_length, run.loader
-        windows = min(self.batches * loader.global_batch, math.ceil((len(self.stream) - 1) / length))
-        tokens = min(windows * length + 1, len(self.stream))
+        loader = run.loader
         # as many forward passes on every rank, because sharded weights are gathered in each
-        passes = math.ceil(windows / (loader.world_size * loader.micro_batch))
+        passes = math.ceil(len(self.windows) / (loader.world_size * loader.micro_batch))
         counted = torch.zeros((), dtype=torch.double, device=run.device)
 
         def parts() -> Iterator[MicroBatch]:
             for first in range(loader.rank * passes, (loader.rank + 1) * passes):
                 numbers = range(first * loader.micro_batch, (first + 1) * loader.micro_batch)
-                part = read_windows(self.stream, numbers, length, tokens, loader.sequences.end_id).to(run.device)
+                part = self.windows.read(numbers).to(run.device)
                 counted.add_((part.labels >= 0).sum())
                 yield part
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import ModelConfig
-from trainer.data.loader import PADDING, Loader, Sequences
+from trainer.data.loader import NO_LABEL, PADDING, Loader, Sequences
 from trainer.data.packing import PackingPlan, best_fit, plan_name, write_plan
 from trainer.data.shards import FORMAT_VERSION, ShardSet, ShardWriter
 from trainer.durable import complete_directory
@@ -99,7 +99,7 @@ def test_every_rank_knows_the_labels_of_the_global_batch_and_has_its_part_of_it(
     ranks = [Loader(sequences, 12, 1, rank, world, torch.device("cpu")) for rank in range(world)]
     for parts in zip(*(loader.iterate(24, 30) for loader in ranks), strict=True):
         labels = torch.cat([part.labels for batch in parts for part in batch.micro_batches])
-        assert {batch.tokens for batch in parts} == {int((labels != PADDING).sum())}
+        assert {batch.tokens for batch in parts} == {int((labels != NO_LABEL).sum())}
         assert len(labels) == 12
     whole = Loader(sequences, 12, 12, 0, 1, torch.device("cpu")).batch(48).micro_batches[0]
     parts = [part for loader in ranks for part in loader.batch(48).micro_batches]
@@ -182,7 +182,7 @@ def test_a_model_that_lets_documents_see_each_other_is_refused():
 def test_padding_takes_no_part_in_the_loss():
     model = small_model("llama", "sdpa")
     inputs, labels = torch.randint(1, 100, (2, 16)), torch.randint(1, 100, (2, 16))
-    labels[0, 5:] = PADDING
+    labels[0, 5:] = NO_LABEL
     summed = loss_of(model, inputs, labels, reduction="sum")
     parts = loss_of(model, inputs[:1, :5], labels[:1, :5], reduction="sum") + loss_of(
         model, inputs[1:], labels[1:], reduction="sum"
