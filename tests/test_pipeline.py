@@ -224,7 +224,7 @@ def test_a_users_mistake_is_one_message_without_a_traceback_and_exit_code_2(
         "register.name=a/b": "register.name",
         "train.seed=99999999999999999999999": "train.seed",
         "train.deepspeed={gradient_accumulation_steps: 4}": "gradient_accumulation_steps cannot be set here",
-        "train.deepspeed={zero_optimization: {overlap_comm: 7.5}}": "train.deepspeed: refused by DeepSpeed",
+        "train.deepspeed={zero_optimization: {round_robin_gradients: 7.5}}": "train.deepspeed: refused by DeepSpeed",
         "model.config.max_position_embeddings=8": "more than the model's context of 8",
     }
     for setting, expected in mistakes.items():
