@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tasks.evaluate import EvaluateConfig, evaluate, load_export
+from tasks.home import Home
 from tasks.stage import Reference
 from tasks.train import Trained
 from tests.conftest import TrainedHome
@@ -16,8 +17,11 @@ from trainer.evaluation import score
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_a_run_is_scored_under_the_document_mask_that_it_had(trained_home: TrainedHome, tmp_path: Path, mask: bool):
+def test_a_run_is_scored_under_the_document_mask_that_it_had(
+    trained_home: TrainedHome, work: Home, tmp_path: Path, mask: bool
+):
     result = trained_home.result
+    shutil.copy(trained_home.home.path / "mlflow.db", work.path)  # the scores are logged to a copy
     run_dir = tmp_path / "run"
     shutil.copytree(result["run_dir"], run_dir)
     settings = TrainerInput.read(run_dir / "config.yaml").model_copy(update={"document_mask": mask})
@@ -27,7 +31,7 @@ def test_a_run_is_scored_under_the_document_mask_that_it_had(trained_home: Train
         mlflow_run_id=result["mlflow_run_id"], tokens_per_second=0, loss=0,
     )  # fmt: skip
     shards = Reference(path=result["shards_dir"], fingerprint="shards")
-    found = evaluate(trained_home.home, EvaluateConfig(sample_tokens=0), settings.sequence_length, trained, shards)
+    found = evaluate(work, EvaluateConfig(sample_tokens=0), settings.sequence_length, trained, shards)
     expected = score(
         load_export(trained.export_dir), ShardSet.open(shards.path), settings.sequence_length, 8, torch.device("cpu"),
         document_mask=mask,
