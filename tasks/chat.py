@@ -4,7 +4,6 @@ Owns what a conversation is and how it becomes ids. Never reads sources and neve
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tasks.encoding import Tokenization
-from tasks.reading import PRIVATE_USE, text_digest
+from tasks.reading import PRIVATE_USE, Document
 from trainer.data.shards import ANSWER, BEGINNING, token_dtype
 from trainer.errors import ConfigError
 
@@ -21,31 +20,18 @@ _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A conversation as it is trained: one document."""
+class Conversation(Document):
+    """A conversation as it is trained: one document, encoded.
 
-    name: str
-    text: str
-    """What the template made of it; special tokens that a message spells are private-use characters."""
+    Its text is what the template made of it; special tokens that a message spells are private-use characters in it.
+    """
+
     ids: np.ndarray
     """Ids with the end-of-text token last, in the type of the shards; shape [tokens]."""
     marks: np.ndarray
     """uint8, shape [tokens]; see `trainer.data.shards`."""
     answer_bytes: int
     """UTF-8 bytes of the answers."""
-
-    @property
-    def characters(self) -> int:
-        """Length of the text."""
-        return len(self.text)
-
-    def digest(self) -> bytes:
-        """Hash of the text, the same wherever it came from."""
-        return text_digest(self.text)
-
-    def pieces(self) -> Iterator[str]:
-        """The text, in one piece."""
-        yield self.text
 
 
 def chat_template(tokenizer: Any) -> str:
@@ -166,12 +152,9 @@ class ChatEncoder:
         if not any(character in self._spelled for character in set(text)):
             return encoding.ids, np.array([start for start, _ in encoding.offsets], np.int64)
         # some tokenizers begin a text otherwise than they go on after a control token
-        if (
-            self._by_segments(text, dict.fromkeys(self._spelled, "?"))[0]
-            != self._with_control_tokens.encode(
-                self._replaced(text, dict.fromkeys(self._spelled, "?")), add_special_tokens=False
-            ).ids
-        ):
+        masked = dict.fromkeys(self._spelled, "?")
+        whole = self._with_control_tokens.encode(self._replaced(text, masked), add_special_tokens=False)
+        if self._by_segments(text, masked)[0] != whole.ids:
             raise ValueError("spells a control token, which this tokenizer cannot keep as text")
         return self._by_segments(text, self._spelled)
 

@@ -30,7 +30,7 @@ from tasks.streams import (
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from tasks.chat import ChatEncoder, Conversation
+    from tasks.chat import ChatEncoder
 
 _PIECE_CHARACTERS = 2**23
 """Longest text file that is held in memory as a whole, and longest piece of a text."""
@@ -182,7 +182,7 @@ def read_documents(
     part: Part | None = None,
     most: int | None = None,
     chat: "ChatEncoder | None" = None,
-) -> Iterator["Document | LargeDocument | Conversation | BadRecord"]:
+) -> Iterator[Document | LargeDocument | BadRecord]:
     """Every document of one input, in order; memory holds one record of at most 256 MB, or a piece of a larger text.
 
     Args:
@@ -325,7 +325,7 @@ def _texts(
     source: SourceConfig,
     where: str,
     chat: "ChatEncoder | None",
-) -> Iterator["Document | Conversation | BadRecord"]:
+) -> Iterator[Document | BadRecord]:
     """Take the text out of numbered records; a record may be a BadRecord already."""
     seen: set[str] = set()
     found = False

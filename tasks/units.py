@@ -130,6 +130,7 @@ class _Rows:
     begins: list[bool] = field(default_factory=list)
     ends: list[bool] = field(default_factory=list)
     characters: int = 0
+    text_bytes: int = 0
     written: int = 0
     digests: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
@@ -183,7 +184,7 @@ class _Writing:
         with open(self.directory / "quarantine.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(vars(record)) + "\n")
 
-    def _place(self, item: Document | LargeDocument | Conversation) -> None:
+    def _place(self, item: Document | LargeDocument) -> None:
         """Put a document where it belongs: into a split, both, or nowhere."""
         rules = self.rules
         if item.characters < rules.minimum_length:
@@ -205,9 +206,7 @@ class _Writing:
             else:
                 self.records["held_out"] += 1
 
-    def _add(
-        self, split: str, item: Document | LargeDocument | Conversation, digest: bytes, start: int, stop: int
-    ) -> None:
+    def _add(self, split: str, item: Document | LargeDocument, digest: bytes, start: int, stop: int) -> None:
         """Take characters [start, stop) of a document as rows of a split: one, or several of a very long text."""
         rows = self.rows[split]
         words = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
@@ -228,7 +227,9 @@ class _Writing:
             rows.begins.append(not count)
             rows.ends.append(ends)
             rows.characters += len(text)
-            size += len(text) if text.isascii() else len(text.encode())
+            text_bytes = len(text) if text.isascii() else len(text.encode())
+            rows.text_bytes += text_bytes
+            size += text_bytes
             count += 1
             if rows.characters >= _BATCH_CHARACTERS:
                 self._encode(rows)
@@ -244,10 +245,9 @@ class _Writing:
             raise DataError(
                 f"{rows.names[0]} or one shortly after it: the tokenizer cannot encode it ({error})."
             ) from None
-        size = sum(len(text) if text.isascii() else len(text.encode()) for text in rows.texts)
-        rows.writer.add(ids, lengths, rows.names, size)
+        rows.writer.add(ids, lengths, rows.names, rows.text_bytes)
         rows.written += len(rows.texts)
-        rows.names, rows.texts, rows.begins, rows.ends, rows.characters = [], [], [], [], 0
+        rows.names, rows.texts, rows.begins, rows.ends, rows.characters, rows.text_bytes = [], [], [], [], 0, 0
 
 
 def _held_out(units: tuple[Path, ...]) -> set[bytes]:

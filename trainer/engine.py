@@ -1,4 +1,4 @@
-"""The only module that talks to DeepSpeed: its configuration, its start, and its weights at the end."""
+"""DeepSpeed: its configuration, its start, and its weights at the end; `experts` and `ulysses` divide more."""
 
 import os
 import re

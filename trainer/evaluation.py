@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.data.loader import PADDING, MicroBatch, positions_in_documents
+from trainer.data.loader import PADDING, MicroBatch, marked, positions_in_documents
 from trainer.data.shards import ANSWER, ShardSet, TokenStream
 from trainer.errors import DataError
 from trainer.model import loss_of
@@ -118,7 +118,7 @@ class Windows:
                 if self.marks is not None:
                     marks = np.empty(stop - start, np.uint8)
                     self.marks.read(start, marks)
-                    row[: stop - start] = np.where(marks & ANSWER, row[: stop - start], ~row[: stop - start])
+                    row[: stop - start] = marked(row[: stop - start], marks & ANSWER)
         positions = positions_in_documents(rows, self.end_id)
         return MicroBatch(torch.from_numpy(rows), None if positions is None else torch.from_numpy(positions))
 

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
                 yield json.loads(line), offset
 
 
+def metrics_of(record: dict[str, Any]) -> dict[str, float]:
+    """The metrics in a record; none in an event."""
+    return {} if "event" in record else {key: record[key] for key in record if key not in ("step", "time")}
+
+
 class Journal:
     """Appends to the journal; opening it removes a half-written last line."""
 
@@ -36,8 +42,7 @@ class Journal:
         end = 0
         self._last_step: dict[str, int] = {}
         for record, end in read_records(path):  # noqa: B007  # the last end is where whole records end
-            if "event" not in record:
-                self._last_step |= dict.fromkeys(record, record.get("step", 0))
+            self._last_step |= dict.fromkeys(metrics_of(record), record.get("step", 0))
         self._file = open(path, "ab")  # noqa: SIM115  # open as long as the run
         self._file.truncate(end)
 
@@ -62,7 +67,7 @@ class Journal:
         return self._file.tell()
 
 
-class JournalFollower(threading.Thread):
+class JournalFollower(threading.Thread, ABC):
     """Carries the journal elsewhere from a thread of the process that launched the training.
 
     Training never waits for it, and nothing that happens to it reaches training.
@@ -74,9 +79,9 @@ class JournalFollower(threading.Thread):
         self.last_error: Exception | None = None
         """What went wrong at the last attempt; None while all is well."""
 
+    @abstractmethod
     def carry(self) -> None:
         """Carry over what is new in the journal; called about once a second, and a last time at the end."""
-        raise NotImplementedError
 
     def run(self) -> None:
         """Carry until asked to stop and nothing is left."""

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainer.journal import JournalFollower, read_records
+from trainer.journal import JournalFollower, metrics_of, read_records
 
 
 class EventFileWriter(JournalFollower):
@@ -32,12 +32,8 @@ class EventFileWriter(JournalFollower):
             # TensorBoard drops what it had from this step on, when a session starts
             self._file.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
         for record, self._offset in read_records(self._journal, self._offset):  # noqa: B020
-            if "step" in record and "event" not in record:
-                values = [
-                    Summary.Value(tag=key, simple_value=value)
-                    for key, value in record.items()
-                    if key not in ("step", "time")
-                ]
+            if metrics := metrics_of(record):
+                values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
                 event = Event(step=record["step"], wall_time=record["time"], summary=Summary(value=values))
                 self._file.add_event(event)
         self._file.flush()

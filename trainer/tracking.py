@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.durable import fsync, read_record, write_record
 from trainer.errors import TrackingUnreachableError
-from trainer.journal import JournalFollower, read_records
+from trainer.journal import JournalFollower, metrics_of, read_records
 
 _BATCH = 1000
 """Metrics in one call: the most that MLflow's batch API takes."""
@@ -168,13 +168,10 @@ class Forwarder(JournalFollower):
         metrics: list[Any] = []
         offset = self._state["offset"]
         for record, end in read_records(self._journal, offset):
-            if "step" in record and "event" not in record:
-                stamp = int(record["time"] * 1000)
-                metrics += [
-                    Metric(key, value, stamp, record["step"])
-                    for key, value in record.items()
-                    if key not in ("step", "time")
-                ]
+            metrics += [
+                Metric(key, value, int(record["time"] * 1000), record["step"])
+                for key, value in metrics_of(record).items()
+            ]
             for name in record.get("artifacts", ()):
                 if (file := self._journal.parent / name).exists():
                     client.log_artifact(self._state["run_id"], str(file), str(Path(name).parent))

@@ -71,6 +71,12 @@ def divide_sequences(engine: Any, size: int, device: torch.device) -> SequenceSh
             seq_length_is_variable=True,
         )
 
+    def refusal(reason: str) -> ConfigError:
+        return ConfigError(
+            f"train.parallel.sequence: a {config.model_type!r} model with {config._attn_implementation} attention "
+            f"cannot share sequences: {reason}. Set it to 1."
+        )
+
     calls = 0
 
     def divided_attention(
@@ -79,7 +85,7 @@ def divide_sequences(engine: Any, size: int, device: torch.device) -> SequenceSh
         nonlocal calls
         calls += 1
         if mask is not None:
-            raise NotImplementedError("its attention has a mask, which is made for a part of a sequence")
+            raise refusal("its attention has a mask, which is made for a part of a sequence")
         output, weights = attention_over(len(query))(module, query, key, value, None, *args, **kwargs)
         return output.unflatten(-1, (heads, -1)), weights
 
@@ -90,12 +96,9 @@ def divide_sequences(engine: Any, size: int, device: torch.device) -> SequenceSh
     try:
         with torch.no_grad():
             engine(input_ids=sample.inputs, position_ids=sample.positions, use_cache=False)
-        if calls != config.num_hidden_layers:
-            raise NotImplementedError(f"{calls} of its {config.num_hidden_layers} layers have attention that divides")
-    except (AssertionError, NotImplementedError) as error:
-        raise ConfigError(
-            f"train.parallel.sequence: a {config.model_type!r} model with {config._attn_implementation} attention "
-            f"cannot share sequences: {str(error).splitlines()[0]}. Set it to 1."
-        ) from None
+    except AssertionError as error:  # DeepSpeed's, of what it cannot divide
+        raise refusal(str(error).splitlines()[0]) from None
+    if calls != config.num_hidden_layers:
+        raise refusal(f"{calls} of its {config.num_hidden_layers} layers have attention that divides")
     engine.train()
     return share

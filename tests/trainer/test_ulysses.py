@@ -1,13 +1,12 @@
 """Ranks that share every sequence train as one rank with whole sequences does."""
 
-import shutil
 from collections.abc import Callable
 
 import pytest
 
-from tests.trainer.conftest import journal, losses, run
+from tests.trainer.conftest import run
 from tests.trainer.test_experts import logits, recorded
-from tests.trainer.test_resume import assert_same_state, forget_what_came_after
+from tests.trainer.test_resume import resume_in_the_same_bits
 from trainer.config import ModelConfig, TrainerInput
 from trainer.errors import ConfigError
 
@@ -37,12 +36,7 @@ def test_shared_sequences_train_as_whole_ones_do(
     assert recorded(shared, "train/tokens") == recorded(whole, "train/tokens")
     assert (logits(shared.export_dir) - logits(whole.export_dir)).abs().max() < 1e-3
 
-    undisturbed = losses(journal(shared))
-    last = shared.run_dir / "checkpoints" / "step-00000006"
-    shutil.copytree(last, shared.run_dir / "expected")
-    forget_what_came_after(shared, step=3)
-    assert losses(run(shared)) == undisturbed
-    assert_same_state(shared.run_dir / "expected", last)
+    resume_in_the_same_bits(shared)
 
 
 def test_a_model_that_mixes_places_otherwise_is_refused(new_run: Callable[..., TrainerInput]) -> None:

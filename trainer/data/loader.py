@@ -134,15 +134,13 @@ class Sequences:
             places: from :meth:`locate`, shape [n, 2].
             out: int64, shape [n, sequence_length + 1], C-contiguous.
         """
-        if self.plans is not None:
+        if self.plans is None:
+            self._gather(self.streams, places, out)
+        else:
             for row, (number, sequence) in zip(out, places.tolist(), strict=True):
                 self._read_packed(number, sequence, row)
-            if self.marks is not None:
-                out[:] = _marked(out, self._marks_of(places))
-            return
-        self._gather(self.streams, places, out)
         if self.marks is not None:
-            out[:] = _marked(out, self._marks_of(places))
+            out[:] = marked(out, self._marks_of(places))
 
     def _gather(self, streams: list[TokenStream], places: np.ndarray, out: np.ndarray) -> None:
         starts = places[:, 1] * self.sequence_length
@@ -206,8 +204,13 @@ class Sequences:
         return rows
 
 
-def _marked(rows: np.ndarray, marks: np.ndarray) -> np.ndarray:
-    """The rows of conversations as the loader hands them over; what is padding in them stays so."""
+def marked(rows: np.ndarray, marks: np.ndarray) -> np.ndarray:
+    """The rows of conversations as a micro-batch holds them; what is padding in them stays so.
+
+    Args:
+        rows: ids, int64, any shape.
+        marks: uint8, the same shape; see `trainer.data.shards`.
+    """
     hidden = ~np.where(marks & BEGINNING, rows + _BEGINS, rows)
     return np.where((rows < 0) | (marks & ANSWER > 0), rows, hidden)
 
@@ -277,7 +280,7 @@ class _Buffers:
 
 @dataclass
 class Loader:
-    """Yields this rank's micro-batches, global batch after global batch, prepared ahead in threads.
+    """Yields this rank's micro-batches, global batch after global batch, prepared ahead in a thread.
 
     Global batch k is the order's sequences [k*B, (k+1)*B) whatever the world size: each rank takes
     an equal, consecutive part and cuts it into micro-batches.
