@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,22 +115,36 @@ def _create_version(home: Home, client: Any, name: str, trained: Trained, tags: 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a local model needs no look at the hub for a model card
     logging.getLogger("mlflow").setLevel(logging.ERROR)  # it would warn that it found no card and no licence
     _resolve_pipeline_class()
-    mlflow.set_tracking_uri(home.tracking_uri)
-    mlflow.set_registry_uri(os.environ.get("MLFLOW_REGISTRY_URI") or home.tracking_uri)
-    with mlflow.start_run(run_id=trained.mlflow_run_id):
-        model = mlflow.transformers.log_model(
-            str(trained.export_dir),
-            name="model",
-            task="text-generation",
-            pip_requirements=_requirements(),
-            step=trained.steps,
+    with _default_store(home.tracking_uri):
+        with mlflow.start_run(run_id=trained.mlflow_run_id):
+            model = mlflow.transformers.log_model(
+                str(trained.export_dir),
+                name="model",
+                task="text-generation",
+                pip_requirements=_requirements(),
+                step=trained.steps,
+            )
+        with contextlib.suppress(MlflowException):  # it is there already
+            client.create_registered_model(name)
+        version = client.create_model_version(
+            name, model.model_uri, run_id=trained.mlflow_run_id, tags=tags, model_id=model.model_id
         )
-    with contextlib.suppress(MlflowException):  # it is there already
-        client.create_registered_model(name)
-    version = client.create_model_version(
-        name, model.model_uri, run_id=trained.mlflow_run_id, tags=tags, model_id=model.model_id
-    )
     return version.version
+
+
+@contextlib.contextmanager
+def _default_store(tracking_uri: str) -> Iterator[None]:
+    """Let MLflow's functions use a store inside the block; MLflow puts it into the environment too."""
+    import mlflow
+
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(tracking_uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # which is how it is unset
+        if before is not None:
+            os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def _resolve_pipeline_class() -> None:

@@ -78,16 +78,6 @@ def answers(url: str) -> bool:
         return False
 
 
-@pytest.fixture(autouse=True)
-def _mlflows_store_is_forgotten() -> Iterator[None]:
-    """MLflow puts the store that it was last told of into the environment, for good."""
-    before = os.environ.get("MLFLOW_TRACKING_URI")
-    yield
-    os.environ.pop("MLFLOW_TRACKING_URI", None)
-    if before is not None:
-        os.environ["MLFLOW_TRACKING_URI"] = before
-
-
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[str]:
     """The address of the API of the session's Prefect server, which `PREFECT_API_URL` names as well."""

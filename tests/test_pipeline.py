@@ -91,8 +91,7 @@ def test_the_export_loads_with_transformers_and_scores_as_evaluated(trained: dic
 def test_the_registered_model_loads_with_mlflow(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", trained["tracking_uri"])  # which MLflow itself sets for good
-    mlflow.set_tracking_uri(trained["tracking_uri"])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", trained["tracking_uri"])
     pipeline = mlflow.transformers.load_model(f"models:/{trained['model']['name']}@champion")
     assert pipeline("import", max_new_tokens=5)[0]["generated_text"].startswith("import")
 
