@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from trainer.config import TrainerInput
-from trainer.durable import discard, explained, faults, read_manifest, seal
+from trainer.durable import discard, explained, faults, fsync, hash_file, read_manifest, read_record, seal
 from trainer.engine import convert_to_universal, shards_optimizer
 from trainer.errors import DataError
 from trainer.tracking import read_tracking
@@ -56,42 +56,95 @@ def find_newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def save(engine: Any, settings: TrainerInput, progress: Progress, **content: Any) -> Path:
-    """Write the checkpoint of a completed step, then apply retention. Every rank has to call it.
+def save(engine: Any, settings: TrainerInput, progress: Progress, **content: Any) -> None:
+    """Save the completed step: copied at once, written while training goes on. Every rank has to call it.
+
+    It waits for the save before to end, so that one at most is in flight; then retention is applied.
 
     Args:
-        content: what else its manifest holds, as plain data.
+        content: what else the checkpoint's manifest holds, as plain data.
+
+    Raises:
+        MachineError: the save before could not be written.
     """
+    finish_saving(engine)
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
     final = settings.run_dir / "checkpoints" / f"step-{progress.step:08d}"
     aside = final.with_name(f".{final.name}.partial")
-    lead = distributed.get_rank() == 0
     with explained(final):
-        if lead:
+        if rank == 0:
             discard(aside)
             aside.mkdir(parents=True)
         distributed.barrier()
         # beside an adapter the weights are frozen, and are those of `model.pretrained`
         engine.save_checkpoint(str(aside), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
-        torch.save(_random_state(), aside / f"random-rank-{distributed.get_rank():05d}.pt")
-        distributed.barrier()
-        if lead:
-            seal(
-                aside,
-                final,
-                {
-                    "kind": "checkpoint",
-                    "run": settings.fingerprint,
-                    "progress": vars(progress),
-                    "mlflow_run_id": read_tracking(settings.run_dir).get("run_id"),
-                    "world_size": distributed.get_world_size(),
-                    "expert": settings.train.parallel.expert,
-                    "micro_batch": settings.micro_batch,
-                    **content,
-                },
-            )
-            _apply_retention(settings)
-        distributed.barrier()
-    return final
+    saving = engine.checkpoint_engine
+    saving.save(_random_state(), aside / f"random-rank-{rank:05d}.pt")
+    manifest = {
+        "kind": "checkpoint",
+        "run": settings.fingerprint,
+        "progress": dict(vars(progress)),
+        "mlflow_run_id": read_tracking(settings.run_dir).get("run_id"),
+        "world_size": world_size,
+        "expert": settings.train.parallel.expert,
+        "micro_batch": settings.micro_batch,
+        **content,
+    }
+    records = [aside / f".rank-{number:05d}.json" for number in range(world_size)]
+
+    def complete() -> None:
+        if rank == 0 and (files := _written_by_all(records, saving)) is not None:
+            _seal(settings, aside, final, manifest, files)
+
+    saving.start(records[rank], complete)
+
+
+def _written_by_all(records: list[Path], saving: Any) -> dict[str, Any] | None:
+    """The files that all ranks have written, once they have; None where that was given up."""
+    files: dict[str, Any] = {}
+    for record in records:
+        while (written := read_record(record)) is None:
+            if saving.abandoned.wait(0.05):
+                return None
+        files |= written["files"]
+    for record in records:
+        record.unlink()
+    return files
+
+
+def _seal(
+    settings: TrainerInput, aside: Path, final: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]]
+) -> None:
+    def hash_of(path: Path) -> str:
+        known = files.get(str(path.relative_to(aside)))
+        return known["sha256"] if known else hash_file(path)  # DeepSpeed copies some by itself
+
+    with explained(final):
+        fsync(settings.run_dir / "metrics.jsonl")  # the journal is at least as long as the manifest says
+        seal(aside, final, manifest, hash_of)
+        _apply_retention(settings)
+
+
+def finish_saving(engine: Any) -> None:
+    """Wait until the save in flight, where there is one, is a checkpoint. Every rank has to call it.
+
+    Raises:
+        MachineError: it could not be written, on whichever rank; what was written of it is removed.
+    """
+    saving = engine.checkpoint_engine
+    if not saving.in_flight:
+        return
+    for done in (saving.written, saving.ended):
+        done.wait()
+        errors: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(errors, saving.error)
+        for error in filter(None, errors):
+            saving.abandoned.set()
+            if distributed.get_rank() == 0:
+                saving.ended.wait()
+                shutil.rmtree(saving.directory, ignore_errors=True)  # it may be in the way of saying why
+            raise error
+    saving.in_flight = False
 
 
 def _apply_retention(settings: TrainerInput) -> None:
@@ -179,7 +232,7 @@ def load(engine: Any, resume: Resume) -> Progress:
         raise DataError(f"{resume.directory}: DeepSpeed could not load it.")
     if resume.manifest["world_size"] == distributed.get_world_size():
         name = f"random-rank-{distributed.get_rank():05d}.pt"
-        _restore_random_state(torch.load(resume.directory / name, weights_only=False))
+        _restore_random_state(engine.checkpoint_engine.load(resume.directory / name))
     if resume.universal is not None:
         distributed.barrier()
         if distributed.get_rank() == 0:

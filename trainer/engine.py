@@ -137,6 +137,8 @@ def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool)
     """A DeepSpeed engine over ``model`` with the configured optimizer."""
     import deepspeed
 
+    from trainer.background_saving import BackgroundSaving
+
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -147,6 +149,7 @@ def start_engine(model: nn.Module, settings: TrainerInput, load_universal: bool)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"train.deepspeed: refused by DeepSpeed: {problems}") from None
+    engine.checkpoint_engine = BackgroundSaving()
     engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
     if distributed.get_world_size() == 1 and engine.zero_optimization_stage() == 0:
         # one rank has nobody to average with, and DeepSpeed would copy all gradients into a buffer and back

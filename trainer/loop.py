@@ -103,7 +103,10 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     if resume is not None:
         go_on_from(run, resume)
         run.note("resumed", step=run.progress.step, world_size=distributed.get_world_size())
-    run.steps_to_the_end()
+    try:
+        run.steps_to_the_end()
+    finally:
+        engine.checkpoint_engine.wait_briefly()
     finish(run, tokenizer, model)
 
 

@@ -88,8 +88,8 @@ def test_reading_goes_on_from_the_offset_of_any_record(tmp_path):
         assert [record["step"] for record, _ in read_records(path, offset)] == [1, 2, 3][number:]
 
 
-def test_a_journal_that_is_not_there_yet_has_no_records_and_synchronising_tells_the_length(tmp_path):
+def test_a_journal_that_is_not_there_yet_has_no_records_and_it_knows_its_size(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert list(read_records(path)) == []
-    assert write(path, 1).sync() == os.path.getsize(path)
-    assert Journal(path).sync() == os.path.getsize(path)
+    assert write(path, 1).size == os.path.getsize(path)
+    assert Journal(path).size == os.path.getsize(path)

@@ -1,8 +1,9 @@
 """Writes checkpoints when they are due, and goes on from one."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from trainer import checkpoint
@@ -19,14 +20,24 @@ class Checkpoints(Part):
 
     every: int
     """Steps between checkpoints."""
+    saving: Any = None
+    """What writes them beside training."""
+
+    def at_start(self, run: "Run") -> None:
+        """From here on, something may go wrong beside training."""
+        self.saving = run.engine.checkpoint_engine
+
+    def says(self) -> float:
+        """Whether this rank could not write its part of the last checkpoint."""
+        return float(self.saving.error is not None)
 
     def after_step(self, run: "Run") -> None:
-        """Save where it is due."""
-        if run.progress.step % self.every == 0 or run.is_last_step:
+        """Save where it is due; trouble with the last checkpoint comes out there too."""
+        if self.heard or run.progress.step % self.every == 0 or run.is_last_step:
             self.save(run)
 
     def save(self, run: "Run") -> None:
-        """Write the checkpoint of the completed step; what it takes is no time of a step."""
+        """Save the completed step; what that takes is no time of a step."""
         with run.clock_stopped():
             checkpoint.save(
                 run.engine,
@@ -35,8 +46,12 @@ class Checkpoints(Part):
                 parts={type(part).__name__: state for part in run.parts if (state := part.state())},
                 validation_loss=run.validation_loss,
                 fixed_batch_loss=fixed_batch_loss(run),
-                journal_bytes=run.journal.sync() if run.journal else 0,
+                journal_bytes=run.journal.size if run.journal else 0,
             )
+
+    def at_end(self, run: "Run") -> None:
+        """Training ends when the last checkpoint is on the disk."""
+        checkpoint.finish_saving(run.engine)
 
 
 def go_on_from(run: "Run", resume: checkpoint.Resume) -> None:
@@ -49,10 +64,14 @@ def go_on_from(run: "Run", resume: checkpoint.Resume) -> None:
 
 
 def fixed_batch_loss(run: "Run") -> float:
-    """The loss of the order's first sequences in evaluation mode: a witness that weights were restored."""
-    sequences = run.loader.sequences
-    rows = sequences.gather(torch.arange(min(4, run.settings.micro_batch)).numpy())
+    """The loss of the order's first tokens in evaluation mode: a witness that weights were restored.
+
+    They are few, as training waits meanwhile, and pass through all weights but most rows of the embeddings.
+    """
+    sequences, tokens = run.loader.sequences, 48  # which any usual number of ranks of a sequence divides
+    rows = sequences.gather(np.zeros(1, dtype=np.int64))
     positions = sequences.positions(rows)
-    held = None if positions is None else torch.from_numpy(positions)
-    part = MicroBatch(torch.from_numpy(rows), held).to(run.device)
+    held = None if positions is None else torch.from_numpy(positions[:, :tokens])
+    ids = np.maximum(rows[:, : tokens + 1], 0)  # a conversation may begin without any answer, whose tokens alone count
+    part = MicroBatch(torch.from_numpy(ids), held).to(run.device)
     return run.step.evaluate([part]).item() / int((part.labels >= 0).sum())

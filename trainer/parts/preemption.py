@@ -35,6 +35,7 @@ class Preemption(Part):
         """Save and end, unless the run is finished anyway."""
         if self.heard and not run.is_last_step:
             self.checkpoints.save(run)
+            self.checkpoints.at_end(run)
             raise PreemptedError(
                 f"{run.settings.name}: told to end at step {run.progress.step}; a checkpoint was written."
             )
