@@ -21,7 +21,7 @@ up: install  ## Prefect server, MLflow server and a worker, until Ctrl-C
 	$(BIN)/forgeline up
 
 bench: install  ## every claim, measured; TEXT=tinyshakespeare.txt adds the Shakespeare figures
-	@failed=0; for benchmark in tokenization loader step_overhead $(if $(TEXT),"nanogpt_shakespeare --text $(TEXT)"); do \
+	@failed=0; for benchmark in tokenization loader step_overhead checkpoint_stall $(if $(TEXT),"nanogpt_shakespeare --text $(TEXT)"); do \
 		set -- $$benchmark; name=$$1; shift; echo "== $$name"; \
 		$(BIN)/python benchmarks/$$name.py "$$@" || failed=1; \
 	done; exit $$failed
