@@ -7,6 +7,7 @@ length. It becomes visible by rename, and there is no pointer to a latest one th
 
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ def checkpoint_directories(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
 
 
-def find_newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
+def find_newest_valid(run_dir: Path, older_than: Path | None = None) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose every byte is as recorded, and why each newer one was passed over."""
     passed_over: list[str] = []
     for directory in checkpoint_directories(run_dir):
+        if older_than and directory.name >= older_than.name:
+            continue
         found = faults(directory)
         if not found:
             return directory, passed_over
@@ -83,6 +86,7 @@ def save(engine: Any, settings: TrainerInput, progress: Progress, **content: Any
     manifest = {
         "kind": "checkpoint",
         "run": settings.fingerprint,
+        "identity": _identity(settings),
         "progress": dict(vars(progress)),
         "mlflow_run_id": read_tracking(settings.run_dir).get("run_id"),
         "world_size": world_size,
@@ -122,6 +126,9 @@ def _seal(
     with explained(final):
         fsync(settings.run_dir / "metrics.jsonl")  # the journal is at least as long as the manifest says
         seal(aside, final, manifest, hash_of)
+        for newer in checkpoint_directories(settings.run_dir):
+            if newer.name > final.name:
+                discard(newer)  # training went back behind it, and would begin with it again
         _apply_retention(settings)
 
 
@@ -175,8 +182,34 @@ class Resume:
     """The converted engine state, when the world size has changed."""
 
 
-def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
+def _identity(settings: TrainerInput) -> dict[str, Any]:
+    """What makes the run this one and no other, as plain data."""
+    return {
+        "model": settings.model.identity(),
+        "train": settings.train.identity(),
+        "data": {
+            "sequence_length": settings.sequence_length,
+            "weights": settings.weights,
+            "document_mask": settings.document_mask,
+            "shards": settings.shards_dir.name,
+        },
+    }
+
+
+def _differences(there: Any, here: Any, key: str) -> Iterator[str]:
+    """Each key under which two nested mappings differ, with both values."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for name in sorted(there.keys() | here.keys()):
+            yield from _differences(there.get(name), here.get(name), f"{key}.{name}".lstrip("."))
+    elif there != here:
+        yield f"{key} is {there!r} there and {here!r} here"
+
+
+def prepare_resume(settings: TrainerInput, older_than: Path | None = None) -> tuple[Resume | None, list[str]]:
     """Choose the newest valid checkpoint on rank 0, convert it if the world size changed, tell every rank.
+
+    Args:
+        older_than: the choice is among those before this one.
 
     Returns:
         The choice (None to start from step 0), and the checkpoints passed over with the reason.
@@ -188,10 +221,17 @@ def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
     if distributed.get_rank() == 0:
         for leftover in (settings.run_dir / "checkpoints").glob(".step-*"):
             shutil.rmtree(leftover)
-        directory, passed_over = find_newest_valid(settings.run_dir)
+        directory, passed_over = find_newest_valid(settings.run_dir, older_than)
         universal = None
         if directory is not None:
             manifest = read_manifest(directory) or {}
+            if manifest["run"] != settings.fingerprint:
+                found = "; ".join(_differences(manifest["identity"], _identity(settings), ""))
+                raise DataError(
+                    f"{directory}: belongs to another run: "
+                    f"{found or 'its fingerprint is ' + manifest['run'] + ', not ' + settings.fingerprint}. "
+                    "Move it away, or give this run another name."
+                )
             if manifest["expert"] != settings.train.parallel.expert:
                 raise DataError(
                     f"{directory}: was written with train.parallel.expert={manifest['expert']} and can only go on with "
@@ -213,18 +253,13 @@ def prepare_resume(settings: TrainerInput) -> tuple[Resume | None, list[str]]:
     directory, universal, passed_over = choice
     if directory is None:
         return None, passed_over
-    manifest = read_manifest(directory) or {}
-    if manifest["run"] != settings.fingerprint:
-        raise DataError(
-            f"{directory}: belongs to run {manifest['run']}, not to {settings.fingerprint}. "
-            "Move it away, or give this run another name."
-        )
-    return Resume(directory, manifest, universal), passed_over
+    return Resume(directory, read_manifest(directory) or {}, universal), passed_over
 
 
 def load(engine: Any, resume: Resume) -> Progress:
     """Put the engine and the random generators into the checkpoint's state. Every rank has to call it."""
     complete = all(parameter.requires_grad for parameter in engine.module.parameters())
+    engine._config.load_universal_checkpoint = resume.universal is not None  # it may be another than at the start
     loaded, _ = engine.load_checkpoint(
         str(resume.universal or resume.directory), tag=ENGINE, load_module_strict=complete
     )
@@ -244,14 +279,17 @@ def check_fixed_batch(resume: Resume, loss: float) -> None:
     """Compare the loss of the fixed batch with what it was when the checkpoint was written.
 
     Raises:
-        DataError: they differ by more than rounding can explain.
+        DataError: they differ by more than rounding can explain, on any rank.
     """
     expected = resume.manifest["fixed_batch_loss"]
-    if not abs(loss - expected) <= 1e-3 * max(1.0, abs(expected)):
-        raise DataError(
-            f"{resume.directory}: a fixed batch had loss {expected:.6f} when it was saved and has {loss:.6f} after "
-            "loading: its weights were not restored. Remove this directory to go on from an older checkpoint."
-        )
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, loss)
+    for loss in found:
+        if not abs(loss - expected) <= 1e-3 * max(1.0, abs(expected)):
+            raise DataError(
+                f"{resume.directory.name}: a fixed batch had loss {expected:.6f} when it was saved and has {loss:.6f} "
+                "after loading: its weights are not those that were saved"
+            )
 
 
 def _random_state() -> dict[str, Any]:

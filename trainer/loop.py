@@ -29,7 +29,7 @@ from trainer.heartbeat import Heartbeat
 from trainer.journal import Journal
 from trainer.model import build_model, check_document_mask, load_pretrained, load_tokenizer, save_model
 from trainer.parts import Part
-from trainer.parts.checkpoints import Checkpoints, go_on_from
+from trainer.parts.checkpoints import Checkpoints, go_on
 from trainer.parts.divergence import DivergenceCheck
 from trainer.parts.evaluation import PeriodicEvaluation
 from trainer.parts.loss_scale import LossScale
@@ -98,11 +98,7 @@ def train(settings: TrainerInput, device: torch.device) -> None:
     share = divide_sequences(engine, layout.sequence, device) if layout.sequence > 1 else None
     step = TrainingStep(engine, device, layout.averaged, settings.train, routing, share)
     run = Run(settings, engine, step, loader, device, parts)
-    for reason in passed_over:
-        run.note("checkpoint_passed_over", reason=reason)
-    if resume is not None:
-        go_on_from(run, resume)
-        run.note("resumed", step=run.progress.step, world_size=distributed.get_world_size())
+    go_on(run, resume, passed_over)
     try:
         run.steps_to_the_end()
     finally:

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import distributed
 
 from trainer import checkpoint
 from trainer.data.loader import MicroBatch
+from trainer.errors import DataError
 from trainer.parts import Part
 
 if TYPE_CHECKING:
@@ -52,6 +54,37 @@ class Checkpoints(Part):
     def at_end(self, run: "Run") -> None:
         """Training ends when the last checkpoint is on the disk."""
         checkpoint.finish_saving(run.engine)
+
+
+def go_on(run: "Run", resume: checkpoint.Resume | None, passed_over: list[str]) -> None:
+    """Go on from a checkpoint, or from the next older one where its weights are not those that were saved.
+
+    Args:
+        resume: the newest valid one; None where there is none.
+        passed_over: why newer ones are not.
+
+    Raises:
+        DataError: there are checkpoints, and with none of them the fixed batch has the loss that it had.
+    """
+    wrong: list[str] = []
+    while True:
+        for reason in passed_over:
+            run.note("checkpoint_passed_over", reason=reason)
+        if resume is None:
+            break
+        try:
+            go_on_from(run, resume)
+            run.note("resumed", step=run.progress.step, world_size=distributed.get_world_size())
+            return
+        except DataError as error:
+            wrong.append(str(error))
+        resume, passed_over = checkpoint.prepare_resume(run.settings, older_than=resume.directory)
+        passed_over = [wrong[-1], *passed_over]
+    if wrong:
+        raise DataError(
+            f"{run.settings.run_dir}: no checkpoint is left to go on from. {'; '.join(wrong)}. Remove its checkpoints "
+            "to train from the start."
+        )
 
 
 def go_on_from(run: "Run", resume: checkpoint.Resume) -> None:
